@@ -1,0 +1,215 @@
+"""The layer in fp64, written straight from its description, and the torch baseline that sets the error budget.
+
+The oracle never sees the stage graph, the plan or a pool table: it loops over experts, so that a full-size layer
+streams through one expert's fp64 weights at a time. The baseline is the same loop in fp32 rounded to bf16 exactly where
+the kernels round (hidden rows, expert output rows, output); its error against the oracle is what bf16 costs anyway.
+
+Letters: T tokens, E experts, K top-k, H hidden, I intermediate, n rows of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from mokgen.facts.activations import ACTIVATIONS
+from mokgen.lower.layer import ResolvedLayer
+from mokgen.reference.inputs import Inputs, Parameters
+
+Tensor = torch.Tensor
+
+ROWS_AT_A_TIME = 8192  # bounds the fp64 copies of one expert's rows; no value depends on it
+NORMALIZE_FLOOR = 1e-20  # added to the sum of chosen scores, as DeepSeek-V3's router does; below fp32 resolution otherwise
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Arithmetic of one pass: dtype of products and sums, and the dtype stored rows are rounded to (None: not rounded)."""
+
+    compute: torch.dtype
+    stored: torch.dtype | None
+
+    def store(self, value: Tensor) -> Tensor:
+        return value if self.stored is None else value.to(self.stored).to(self.compute)
+
+
+EXACT = Numbers(torch.float64, None)
+BASELINE = Numbers(torch.float32, torch.bfloat16)
+
+
+def route(
+    layer: ResolvedLayer, logits_TE: Tensor, selection_bias_E: Tensor | None = None, logit_bias_E: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Choose experts. Returns ids (T, K) int32 in falling order of choice and weights (T, K) fp64.
+
+    Choices compare fp32 scores, ties go to the lowest id, a NaN ranks last. Weights are the fp64 scores of the chosen.
+    """
+    router = layer.router
+    logits = logits_TE.float() if logit_bias_E is None else logits_TE.float() + logit_bias_E.float()
+    choice = logits if router.order == "topk_then_score" else _score(router.score, logits)
+    if selection_bias_E is not None:
+        choice = choice + selection_bias_E.float()
+    choice = torch.nan_to_num(choice, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    if router.top_groups < router.groups:
+        choice = _keep_top_groups(layer, choice)
+    ids = _largest(choice, router.top_k)
+    exact = logits.double()
+    if router.order == "topk_then_score":
+        weights = _score(router.score, exact.gather(1, ids))
+    else:
+        weights = _score(router.score, exact).gather(1, ids)
+    if router.normalize:
+        weights = weights / (weights.sum(dim=1, keepdim=True) + NORMALIZE_FLOOR)
+    return ids.int(), weights * router.scale
+
+
+def _score(kind: str, logits: Tensor) -> Tensor:
+    return {"softmax": lambda: logits.softmax(dim=1), "sigmoid": logits.sigmoid}[kind]()
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    """Column numbers of the `count` largest values of each row, falling, equal values in rising column order."""
+    return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _keep_top_groups(layer: ResolvedLayer, choice_TE: Tensor) -> Tensor:
+    """-inf in the experts of groups that are not among the best `top_groups`."""
+    router = layer.router
+    tokens, size = choice_TE.shape[0], layer.num_experts // router.groups
+    grouped = choice_TE.reshape(tokens, router.groups, size)
+    if router.group_score == "max":
+        group_score = grouped.amax(dim=2)
+    else:
+        group_score = grouped.sort(dim=2, descending=True).values[:, :, :2].sum(dim=2)
+    kept = torch.zeros(tokens, router.groups, dtype=torch.bool, device=choice_TE.device)
+    kept.scatter_(1, _largest(group_score, router.top_groups), True)
+    return grouped.masked_fill(~kept.unsqueeze(2), -torch.inf).reshape(tokens, layer.num_experts)
+
+
+def _mlp(
+    layer: ResolvedLayer,
+    numbers: Numbers,
+    x_nH: Tensor,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    b_gate_up: Tensor | None = None,
+    b_down: Tensor | None = None,
+    layout: str = "concatenated",
+) -> Tensor:
+    """act(x @ gate^T, x @ up^T) @ down^T of one expert in `numbers`; (n, H)."""
+    gate_up = x_nH.to(numbers.compute) @ w_gate_up.to(numbers.compute).T
+    if b_gate_up is not None:
+        gate_up = gate_up + b_gate_up.to(numbers.compute)
+    if layout == "interleaved":
+        gate, up = gate_up[:, 0::2], gate_up[:, 1::2]
+    else:
+        gate, up = gate_up.chunk(2, dim=1)
+    hidden = numbers.store(ACTIVATIONS[layer.activation].reference(gate, up, layer.alpha, layer.clamp))
+    y = hidden @ w_down.to(numbers.compute).T
+    if b_down is not None:
+        y = y + b_down.to(numbers.compute)
+    return numbers.store(y)
+
+
+def expert_rows(layer: ResolvedLayer, inputs: Inputs, parameters: Parameters, numbers: Numbers) -> Tensor:
+    """Unweighted expert output of every route, (T*K, H); rows of routes without an expert stay zero."""
+    flat = inputs.ids.reshape(-1)
+    dtype = numbers.compute if numbers.stored is None else numbers.stored
+    y = torch.zeros(flat.numel(), layer.hidden_size, dtype=dtype, device=inputs.x.device)
+    for expert in range(layer.num_experts):
+        for routes in (flat == expert).nonzero().flatten().split(ROWS_AT_A_TIME):
+            y[routes] = _mlp(
+                layer,
+                numbers,
+                inputs.x[routes // layer.top_k],
+                parameters.w_gate_up[expert],
+                parameters.w_down[expert],
+                None if parameters.b_gate_up is None else parameters.b_gate_up[expert],
+                None if parameters.b_down is None else parameters.b_down[expert],
+                layer.gate_up_layout,
+            ).to(dtype)
+    return y
+
+
+def shared_rows(layer: ResolvedLayer, inputs: Inputs, parameters: Parameters, numbers: Numbers) -> Tensor | None:
+    """The shared experts' output times its gate, (T, H); None when the layer has none."""
+    if parameters.w_shared_gate_up is None or parameters.w_shared_down is None:
+        return None
+    parts = [
+        _mlp(layer, numbers, rows, parameters.w_shared_gate_up, parameters.w_shared_down)
+        for rows in inputs.x.split(ROWS_AT_A_TIME)
+    ]
+    y = torch.cat(parts) if parts else inputs.x.to(numbers.compute)
+    if inputs.shared_gate_logits is not None:
+        y = y * inputs.shared_gate_logits.to(numbers.compute).sigmoid().unsqueeze(1)
+    return y
+
+
+def _weighted_sum(layer: ResolvedLayer, inputs: Inputs, parameters: Parameters, numbers: Numbers) -> Tensor:
+    """Shared part plus the routes in slot order, dropped by selection and never multiplied by zero; (T, H)."""
+    shared = shared_rows(layer, inputs, parameters, numbers)
+    shape = (inputs.tokens, layer.hidden_size)
+    out = torch.zeros(shape, dtype=numbers.compute, device=inputs.x.device) if shared is None else shared
+    y = expert_rows(layer, inputs, parameters, numbers).reshape(inputs.tokens, layer.top_k, layer.hidden_size)
+    for slot in range(layer.top_k):
+        ids = inputs.ids[:, slot]
+        routed = ((ids >= 0) & (ids < layer.num_experts)).nonzero().flatten()
+        weight = inputs.weights[routed, slot].to(numbers.compute).unsqueeze(1)
+        out[routed] += weight * y[routed, slot].to(numbers.compute)
+    return out
+
+
+def oracle(layer: ResolvedLayer, inputs: Inputs, parameters: Parameters) -> Tensor:
+    """The layer's output in fp64 with nothing rounded, (T, H)."""
+    return _weighted_sum(layer, inputs, parameters, EXACT)
+
+
+def baseline(layer: ResolvedLayer, inputs: Inputs, parameters: Parameters) -> Tensor:
+    """The torch pipeline that rounds where the kernels do, (T, H) bf16: hidden rows, expert rows and output."""
+    with _full_fp32():
+        return _weighted_sum(layer, inputs, parameters, BASELINE).to(torch.bfloat16)
+
+
+@contextmanager
+def _full_fp32() -> Iterator[None]:
+    """Matrix products in full fp32: TF32 would add an error the kernels do not have."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@dataclass(frozen=True)
+class PoolTable:
+    """Where every route lies in the pool of routed rows, by the definition in docs/architecture.md."""
+
+    block_start: Tensor  # (E+1,) int32
+    block_expert: Tensor  # (B,) int32
+    block_rows: Tensor  # (B,) int32
+    row_token: Tensor  # (B * tile_m,) int32, -1 on padding
+    slot_row: Tensor  # (T*K,) int32, -1 for no route
+
+
+def pool_table(layer: ResolvedLayer, ids_TK: Tensor, tile_m: int) -> PoolTable:
+    """Segments by rising expert, each padded to `tile_m` rows; rows of a segment by rising route number."""
+    flat = ids_TK.reshape(-1).cpu().long()
+    blocks, slot_row = [], torch.full((flat.numel(),), -1, dtype=torch.int32)
+    block_expert, block_rows, row_token = [], [], []
+    for expert in range(layer.num_experts):
+        routes = (flat == expert).nonzero().flatten()
+        first = sum(blocks) * tile_m
+        blocks.append(-(-len(routes) // tile_m))
+        slot_row[routes] = torch.arange(first, first + len(routes), dtype=torch.int32)
+        tokens = torch.full((blocks[-1] * tile_m,), -1, dtype=torch.int32)
+        tokens[: len(routes)] = (routes // layer.top_k).int()
+        row_token.append(tokens)
+        block_expert += [expert] * blocks[-1]
+        block_rows += [min(tile_m, len(routes) - tile_m * block) for block in range(blocks[-1])]
+    starts = torch.tensor([0, *blocks]).cumsum(0).int()
+    numbers = [torch.tensor(values, dtype=torch.int32) for values in (block_expert, block_rows)]
+    return PoolTable(starts, numbers[0], numbers[1], torch.cat(row_token), slot_row)
