@@ -125,9 +125,7 @@ def _trace_and_compile(entry: Any, arguments: Arguments, arch: str, dump: Path) 
         entry,
         *fake_arguments(arguments),
         options=" ".join(options),
-        trace_finalize_hooks=lambda dsl, module, name: traced.append(
-            module.operation.get_asm(enable_debug_info=False)
-        ),
+        trace_finalize_hooks=lambda dsl, module, name: traced.append(module.operation.get_asm(enable_debug_info=False)),
     )
     return compiled, traced[-1]
 

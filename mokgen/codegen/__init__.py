@@ -1,0 +1,1 @@
+"""Plan to text: templates over a frozen context, checked before anything is written."""

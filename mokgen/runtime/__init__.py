@@ -1,0 +1,1 @@
+"""Artifact to operator: loads objects and manifests, launches, needs no compiler."""
