@@ -121,3 +121,10 @@ def child_environment(**changes: str | None) -> dict[str, str]:
 def with_prefix(*prefixes: str) -> dict[str, str]:
     """Variables of other tools by prefix (as "CUTE_DSL_"), sorted: what the toolchain stamp has to know."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
+
+
+def shipped(folder: str) -> Path:
+    """Directory of "templates" or "specs": inside an installed package, else beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "share" / folder
+    return installed if installed.is_dir() else package.parent / folder
