@@ -24,8 +24,6 @@ from mokgen.spec.messages import Path as KeyPath
 from mokgen.spec.messages import Positions, diagnostics, did_you_mean, position
 from mokgen.spec.moe import MoeSpec
 
-MAX_DEPTH = 8  # levels of nesting
-
 
 @dataclass
 class _Tree:
@@ -153,6 +151,8 @@ def _parse(text: str, name: str) -> Any:
         raise SpecError(_first_line(error.problem), _mark(error, name), "keep one of the two") from None
     except MarkedYAMLError as error:
         raise SpecError(f"not YAML: {_first_line(error.problem)}", _mark(error, name), "") from None
+    except RecursionError:
+        raise SpecError("nested too deeply", f"{name}:1:1", "a spec has two levels") from None
     except YAMLError as error:
         raise SpecError(f"not YAML: {_first_line(str(error))}", f"{name}:1:1", "") from None
 
@@ -168,8 +168,6 @@ def _mark(error: MarkedYAMLError, name: str) -> str:
 
 def _plain(node: Any, at: KeyPath, name: str, positions: dict[KeyPath, str]) -> Any:
     """Plain Python data of a YAML node; notes the place of every key and item below it."""
-    if len(at) > MAX_DEPTH:  # an alias to its own anchor has no end
-        raise SpecError("nested too deeply", positions.get(at, name), "a spec has two levels")
     if isinstance(node, CommentedMap):
         result: dict[str, Any] = {}
         for key, value in node.items():

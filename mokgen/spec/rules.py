@@ -1,4 +1,4 @@
-"""Rules between the fields of a spec, each with the nearest legal values; types and single ranges are the models' part."""
+"""Rules between the fields of a spec, each with the nearest legal values; types and ranges are the models' part."""
 
 from __future__ import annotations
 
