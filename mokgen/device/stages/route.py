@@ -1,9 +1,10 @@
 """From logits to expert ids and weights: one warp per token, expert e in register e // 32 of lane e % 32.
 
-The sum of a softmax runs over a lane's registers and then across lanes, which is the order of torch's CUDA softmax, so
-that scores have equal bits and near-ties fall alike. Choices are compared as integers of the same order: ties go to the
-lowest expert, a NaN ranks below every number, and what may never be chosen ranks below NaN, so that ids are distinct and
-in range whatever the logits hold. A NaN score that is chosen all the same gives a NaN weight.
+Exponentials and quotients are the correctly rounded or libdevice forms torch compiles to, and the sum of a softmax runs
+over a lane's registers and then across lanes, as torch's CUDA softmax sums up to 1024 values: scores have equal bits and
+near-ties fall alike. Choices are compared as integers of the same order: ties go to the lowest expert, a NaN ranks as
+-inf, and what must not be chosen ranks below that, so that ids are distinct and in range whatever the logits hold. A NaN
+score that is chosen all the same gives a NaN weight.
 """
 
 import cutlass
@@ -14,14 +15,14 @@ from mokgen.device import warp
 
 LANES = warp.WARP_LANES
 NEVER = -0x80000000  # key of what must not be chosen: absent experts, closed groups, earlier choices
-NAN_KEY = NEVER + 1
+NAN_KEY = NEVER + 0x7FFFFF  # the key of -inf
 MINUS_INFINITY = -float("inf")
 DENOMINATOR_GUARD = 1e-20  # DeepSeek-V3 adds it to the sum of the weights
 
 
 @cute.jit
 def key_of(choice: Float32):
-    """int32 with the order of fp32: -inf < ... < -0 = +0 < ... < +inf; NaN below -inf."""
+    """int32 with the order of fp32: NaN = -inf < ... < -0 = +0 < ... < +inf; above NEVER."""
     bits = choice.bitcast(Int32)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     key = Int32(0) if choice == 0.0 else key
@@ -30,7 +31,7 @@ def key_of(choice: Float32):
 
 @cute.jit
 def value_of(key: Int32):
-    """Inverse of `key_of`; NAN_KEY and NEVER give NaN."""
+    """Inverse of `key_of`; not for NEVER."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).bitcast(Float32)
 
 
@@ -72,13 +73,13 @@ def sigmoid(values: cute.Tensor):
 @cute.jit
 def softmax(values: cute.Tensor):
     """values = softmax over all registers of all lanes, rounded as torch does; absent values are -inf."""
-    largest = values[0]
+    peak = values[0]
     for v in range_constexpr(1, cute.size(values)):
-        largest = cute.arch.fmax(largest, values[v])
-    largest = warp.max_float(largest)
+        peak = cute.arch.fmax(peak, values[v])
+    peak = warp.max_float(peak)
     total = Float32(0.0)
     for v in range_constexpr(cute.size(values)):
-        values[v] = cute.math.exp(values[v] - largest, fastmath=False)
+        values[v] = cute.math.exp(values[v] - peak, fastmath=False)
         total = total + values[v]
     total = warp.sum_float(total)
     for v in range_constexpr(cute.size(values)):
@@ -142,13 +143,13 @@ def choose(keys: cute.Tensor, lane: Int32, top_k: Constexpr[int]):
 
 @cute.jit
 def largest(first: Int32, second: Int32):
-    """Group score `max`: key of the group's largest choice; lanes hold their largest two keys."""
+    """Group score `max`: key of the group's largest choice. Lanes hold their largest two keys of the group."""
     return warp.max_int(first)
 
 
 @cute.jit
 def top2_sum(first: Int32, second: Int32):
-    """Group score `top2_sum`: key of the sum of the group's two largest choices; lanes hold their largest two keys."""
+    """Group score `top2_sum`: key of the sum of the group's two largest choices (a group has two experts or more)."""
     top = warp.max_int(first)
     holds_top = first == top
     holders = warp.ballot(holds_top)

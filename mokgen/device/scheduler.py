@@ -1,0 +1,116 @@
+"""Which tile a CTA computes next: ticket to task, and the ring that hands tasks to the other roles.
+
+A scheduler warp claims tickets ahead of time, decodes them once and publishes records of eight words in shared
+memory; load and mma warps read the records in order. Decoding needs no search: ticket // column tiles is a
+row block of the ticket's expert, and `block_expert` names it.
+"""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Constexpr, Int32
+
+from mokgen.device import sync
+
+RECORD_WORDS = 8
+END = -1  # kind of the record after the last task
+SHARED_FC1, FC1, SHARED_FC2, FC2, REDUCE = 0, 1, 2, 3, 4
+LOAD_ROLE, MMA_ROLE, SCHEDULER_ROLE, REDUCE_ROLE = 0, 1, 2, 3  # as post-mortems name them
+
+
+class Task(NamedTuple):
+    """One tile of the main queue."""
+
+    kind: Int32  # one of the numbers above, or END
+    expert: Int32
+    row_block: Int32  # 128 rows of the pool (of the tokens for shared kinds)
+    col_tile: Int32
+    rows: Int32  # rows of the block that are not padding, 1..128
+
+
+class Ring(NamedTuple):
+    """Task records in shared memory with a full and an empty barrier per slot."""
+
+    records: cute.Tensor  # (RECORD_WORDS, slots) int32
+    full: cute.Pointer
+    empty: cute.Pointer
+    slots: Constexpr
+
+
+class RowBlocks(NamedTuple):
+    """The schedule's tables that task decoding reads."""
+
+    start: cute.Tensor  # (E + 1,) int32: prefix of row blocks per expert
+    expert: cute.Tensor  # (B_MAX,) int32
+    rows: cute.Tensor  # (B_MAX,) int32
+
+
+@cute.jit
+def read_task(ring: Ring, count: Int32, readers: Int32, lane: Int32):
+    """Wait for the count-th record of this CTA, copy it and give the slot back on behalf of `readers` warps."""
+    slot = count % ring.slots
+    cute.arch.mbarrier_wait(ring.full + slot, (count // ring.slots) & 1)
+    task = Task(
+        ring.records[0, slot], ring.records[1, slot], ring.records[2, slot], ring.records[3, slot], ring.records[4, slot]
+    )
+    cute.arch.sync_warp()
+    if lane == 0:
+        sync.arrive_many(ring.empty.toint() + slot * 8, readers)
+    return task
+
+
+@cute.jit
+def publish(ring: Ring, count: Int32, task: Task, lane: Int32):
+    """Write the count-th record once its slot is free. Called by the scheduler warp."""
+    slot = count % ring.slots
+    cute.arch.mbarrier_wait(ring.empty + slot, ((count // ring.slots) & 1) ^ 1)
+    if lane == 0:
+        ring.records[0, slot] = task.kind
+        ring.records[1, slot] = task.expert
+        ring.records[2, slot] = task.row_block
+        ring.records[3, slot] = task.col_tile
+        ring.records[4, slot] = task.rows
+        cute.arch.mbarrier_arrive(ring.full + slot)
+
+
+@cute.jit
+def routed_tile(item: Int32, kind: Int32, col_tiles: Int32, first_col_tile: Int32, blocks: RowBlocks):
+    """Tile `item` of a routed phase: expert-major, inside an expert row blocks fastest, then column tiles."""
+    expert = blocks.expert[item // col_tiles]
+    start = blocks.start[expert]
+    count = blocks.start[expert + 1] - start
+    local = item - start * col_tiles
+    col_tile = local // count
+    row_block = start + local - col_tile * count
+    return Task(kind, expert, row_block, first_col_tile + col_tile, blocks.rows[row_block])
+
+
+@cute.jit
+def shared_tile(item: Int32, kind: Int32, first_col_tile: Int32, tokens: Int32, tile_m: Constexpr[int]):
+    """Tile `item` of a shared-expert phase: rows are the tokens, row blocks fastest."""
+    count = (tokens + (tile_m - 1)) // tile_m
+    col_tile = item // count
+    row_block = item - col_tile * count
+    rows = tokens - row_block * tile_m
+    if rows > tile_m:
+        rows = Int32(tile_m)
+    return Task(kind, Int32(0), row_block, first_col_tile + col_tile, rows)
+
+
+class Slab(NamedTuple):
+    """Part of the fc2 phase: the same few column tiles of every row block."""
+
+    item: Int32  # tile within the slab
+    col_tiles: Int32
+    first_col_tile: Int32
+
+
+@cute.jit
+def slab_of(item: Int32, num_blocks: Int32, slab_tiles: Constexpr[int], total_col_tiles: Constexpr[int]):
+    """Slab of tile `item` of the fc2 phase, num_blocks row blocks high; the last slab may be narrower."""
+    slab = item // (num_blocks * slab_tiles)
+    first = slab * slab_tiles
+    col_tiles = Int32(total_col_tiles) - first
+    if col_tiles > slab_tiles:
+        col_tiles = Int32(slab_tiles)
+    return Slab(item - first * num_blocks, col_tiles, first)

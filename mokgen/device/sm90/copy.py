@@ -1,0 +1,171 @@
+"""Filling the stages of the main loop on Hopper: gathered activation rows by cp.async, matrix tiles by TMA.
+
+A stage holds A (128 x 64) and B (256 x 64), bf16, K contiguous, 128-byte swizzle. Its full barrier expects one
+arrival per gathering thread and one with the TMA byte count; where TMA brings A too, one thread arrives for all.
+"""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import AddressSpace, BFloat16, Constexpr, Int32, Int64, range_constexpr
+from cutlass.cute.nvgpu import cpasync
+
+from mokgen.device import sync
+
+GATHER_THREADS = 128
+ROWS_PER_THREAD = 8  # 128 rows x 8 chunks of 16 bytes over 128 threads
+CHUNK_BYTES = 16
+STAGE_A_BYTES = 128 * 64 * 2
+STAGE_B_BYTES = 256 * 64 * 2
+
+
+class Stages(NamedTuple):
+    """Ring of operand stages: full and empty barriers, and the shared address of A."""
+
+    full: cute.Pointer
+    empty: cute.Pointer
+    a_address: Int32
+    count: Constexpr
+
+
+@cute.jit
+def gather_offsets(offsets: cute.Tensor, row_token: cute.Tensor, first_row: Int32, row_chunks: Constexpr[int], tid: Int32):
+    """Source offset (in 16-byte chunks) of this thread's rows of a row block; returns the bit mask of rows that exist.
+
+    Thread t copies chunk t % 8 of rows t // 8 + 16 i. A row whose token is -1 is padding: it is written as zero and
+    nothing is read.
+    """
+    row = tid // 8
+    valid = Int32(0)
+    for i in range_constexpr(ROWS_PER_THREAD):
+        token = row_token[first_row + row + 16 * i]
+        if token >= 0:
+            valid = valid | (1 << i)
+        else:
+            token = Int32(0)
+        offsets[i] = token * row_chunks + tid % 8
+    return valid
+
+
+@cute.jit
+def token_offsets(offsets: cute.Tensor, tokens: Int32, first_row: Int32, row_chunks: Constexpr[int], tid: Int32):
+    """The same where row r is token r: the shared expert's rows."""
+    row = tid // 8
+    valid = Int32(0)
+    for i in range_constexpr(ROWS_PER_THREAD):
+        token = first_row + row + 16 * i
+        if token < tokens:
+            valid = valid | (1 << i)
+        else:
+            token = Int32(0)
+        offsets[i] = token * row_chunks + tid % 8
+    return valid
+
+
+@cute.jit
+def gather_rows(
+    stages: Stages,
+    stage: Int32,
+    source: Int64,
+    offsets: cute.Tensor,
+    valid: Int32,
+    k_block: Int32,
+    row_chunks: Constexpr[int],
+    tid: Int32,
+):
+    """Copy this thread's eight chunks of K block `k_block` into A of `stage` and arrive when they have landed."""
+    row, chunk = tid // 8, tid % 8
+    target = stages.a_address + stage * STAGE_A_BYTES + row * 128 + ((chunk ^ (row & 7)) << 4)
+    live = valid
+    if k_block * 8 + chunk >= row_chunks:
+        live = Int32(0)
+    for i in range_constexpr(ROWS_PER_THREAD):
+        # the predicate is "ignore source": zero fill without a read
+        cute.arch.inline_ptx(
+            "{ .reg .pred skip; setp.eq.s32 skip, {$r2}, 0; "
+            "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, skip; }",
+            read_only_args=[
+                target + i * 2048,
+                source + Int64(offsets[i]) * CHUNK_BYTES + Int64(k_block) * (8 * CHUNK_BYTES),
+                live & (1 << i),
+            ],
+        )
+    cute.arch.cp_async_mbarrier_arrive_noinc(stages.full + stage)
+
+
+@cute.jit
+def acquire(stages: Stages, block: Int32):
+    """Wait until the stage of the block-th K block of this CTA is free; returns its index."""
+    stage = block % stages.count
+    cute.arch.mbarrier_wait(stages.empty + stage, ((block // stages.count) & 1) ^ 1)
+    return stage
+
+
+@cute.jit
+def expect(stages: Stages, stage: Int32, num_bytes: Constexpr[int]):
+    """Announce the TMA bytes of a stage whose A rows are gathered by all load threads."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(stages.full + stage, num_bytes)
+
+
+@cute.jit
+def expect_alone(stages: Stages, stage: Int32, num_bytes: Constexpr[int]):
+    """Announce the TMA bytes of a stage that TMA fills alone: one thread arrives for the gathering threads too."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(stages.full + stage, num_bytes)
+        sync.arrive_many(stages.full.toint() + stage * 8, Int32(GATHER_THREADS))
+
+
+class Tma(NamedTuple):
+    """One tensor map: the copy atom and the tensor of its coordinates."""
+
+    atom: cute.CopyAtom
+    tensor: cute.Tensor
+
+
+class Partition(NamedTuple):
+    """A tensor map cut into boxes: source (or target) boxes in global and in shared memory."""
+
+    atom: cute.CopyAtom
+    gmem: cute.Tensor  # (box, *tile coordinates)
+    smem: cute.Tensor  # (box, slot)
+
+
+def view(pointer, shape: tuple[int, ...], stride: tuple[int, ...]):
+    return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
+
+
+def region(workspace, offset: int, shape: tuple[int, int]):
+    """Row-major bf16 matrix at byte `offset` of the workspace."""
+    pointer = cute.make_ptr(BFloat16, workspace.iterator.toint() + offset, AddressSpace.gmem, assumed_align=1024)
+    return view(pointer, shape, (shape[1], 1))
+
+
+def load_map(tensor, layout, box: tuple[int, int]) -> Tma:
+    made = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, layout, box)
+    return Tma(made.atom, made.tma_tensor)
+
+
+def store_map(tensor, layout, box: tuple[int, int]) -> Tma:
+    made = cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileS2GOp(), tensor, layout, box)
+    return Tma(made.atom, made.tma_tensor)
+
+
+def partition(tma: Tma, smem, box: tuple[int, int]) -> Partition:
+    """Cut the map's tensor into boxes over its first two modes; further modes stay coordinates."""
+    tiles = cute.local_tile(tma.tensor, box, (None,) * cute.rank(tma.tensor))
+    smem_boxes, gmem_boxes = cpasync.tma_partition(
+        tma.atom, 0, cute.make_layout(1), cute.group_modes(smem, 0, 2), cute.group_modes(tiles, 0, 2)
+    )
+    return Partition(tma.atom, gmem_boxes, smem_boxes)
+
+
+def load_tile(source: Partition, tile: tuple, slot, stages: Stages, stage):
+    """Start the copy of one box into `slot`; its bytes complete on the full barrier of `stage`."""
+    cute.copy(source.atom, source.gmem[(None, *tile)], source.smem[(None, slot)], tma_bar_ptr=stages.full + stage)
+
+
+def store_tile(target: Partition, tile: tuple, slot):
+    """Start the store of the box in `slot` as one bulk group."""
+    cute.copy(target.atom, target.smem[(None, slot)], target.gmem[(None, *tile)])
+    cute.arch.cp_async_bulk_commit_group()
