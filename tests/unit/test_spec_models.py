@@ -117,9 +117,8 @@ def test_reduced_sizes_keep_what_is_left_over_a_tile(size):
 )
 def test_twins_of_group_limited_routers_are_legal(num, groups, top_groups, top_k, score):
     router = {"input": "logits", "top_k": top_k, "groups": groups, "top_groups": top_groups, "group_score": score}
-    twin = reduced_twin(
-        MoeSpec.model_validate({**TINY, "experts": {"num": num, "intermediate_size": 8}, "router": router})
-    )
+    spec = MoeSpec.model_validate({**TINY, "experts": {"num": num, "intermediate_size": 8}, "router": router})
+    twin = reduced_twin(spec)
     assert twin.experts.num <= 16
     assert (twin.router.top_groups or twin.router.groups) < twin.router.groups or top_groups is None
 
