@@ -17,11 +17,11 @@ TOP_GROUPS = 4
 WEIGHT_SCALE = 2.5
 
 # ---- plan
-NUM_WARPS = 8
+NUM_WARPS = 8  # tokens of a CTA
 
 # ---- arguments: name, dtype, shape (None: scalar; equal names are equal extents)
 ARGUMENTS = (
-    ("logits", "bf16", ("T", NUM_EXPERTS)),
+    ("logits", "fp32", ("T", NUM_EXPERTS)),
     ("selection_bias", "fp32", (NUM_EXPERTS,)),
     ("ids", "int32", ("T", TOP_K)),
     ("weights", "fp32", ("T", TOP_K)),
@@ -30,29 +30,40 @@ ARGUMENTS = (
 
 # ---- kernel
 @cute.kernel
-def kernel(logits: cute.Tensor, selection_bias: cute.Tensor, ids: cute.Tensor, weights: cute.Tensor):
-    """One warp per token; NUM_WARPS tokens per CTA."""
+def kernel(
+    logits: cute.Tensor,
+    selection_bias: cute.Tensor,
+    ids: cute.Tensor,
+    weights: cute.Tensor,
+):
+    """One warp per token. Ties go to the lowest expert; ids are distinct and in range whatever the logits hold."""
     token, warp, lane = route.here(NUM_WARPS)
     smem = SmemAllocator()
     kept = smem.allocate_tensor(Float32, cute.make_layout((NUM_WARPS, NUM_EXPERTS), stride=(NUM_EXPERTS, 1)), 16)
     if token < logits.shape[0]:
-        scores = route.load_row(logits, token, lane, NUM_EXPERTS)
-        route.sigmoid(scores)
-        route.keep(scores, kept[warp, None], lane, NUM_EXPERTS)
-        route.add_bias(scores, selection_bias, lane, NUM_EXPERTS)
-        keys = route.keys_of(scores, lane, NUM_EXPERTS)
+        values = route.load_row(logits, token, lane, NUM_EXPERTS)
+        route.sigmoid(values)
+        route.keep(values, kept[warp, None], lane, NUM_EXPERTS)
+        route.add_bias(values, selection_bias, lane, NUM_EXPERTS)
+        keys = route.keys_of(values, lane, NUM_EXPERTS)
         route.limit_groups(keys, lane, NUM_EXPERTS, NUM_GROUPS, TOP_GROUPS, route.top2_sum)
         chosen = route.choose(keys, lane, TOP_K)
-        chosen_weights = route.gather(kept[warp, None], chosen, lane, TOP_K, 0.0)
-        route.normalize(chosen_weights)
-        route.scale(chosen_weights, WEIGHT_SCALE)
+        slot_weights = route.gather(kept[warp, None], chosen, lane, TOP_K, 0.0)
+        route.normalize(slot_weights)
+        route.scale(slot_weights, WEIGHT_SCALE)
         route.store_row(ids, chosen, token, lane, TOP_K)
-        route.store_row(weights, chosen_weights, token, lane, TOP_K)
+        route.store_row(weights, slot_weights, token, lane, TOP_K)
 
 
 # ---- launch
 @cute.jit
-def launch(logits: cute.Tensor, selection_bias: cute.Tensor, ids: cute.Tensor, weights: cute.Tensor, stream):
+def launch(
+    logits: cute.Tensor,
+    selection_bias: cute.Tensor,
+    ids: cute.Tensor,
+    weights: cute.Tensor,
+    stream,
+):
     kernel(logits, selection_bias, ids, weights).launch(
         grid=[(logits.shape[0] + NUM_WARPS - 1) // NUM_WARPS, 1, 1],
         block=[NUM_WARPS * 32, 1, 1],

@@ -15,13 +15,13 @@ TOP_K = 8
 MAX_TOKENS = 8192
 
 # ---- plan
-TILE_M = 128
-CLUSTERS = 2
-CLUSTER_CTAS = 16
-NUM_WARPS = 32
-ROUTES_PER_LANE = 4
+TILE_M = 128  # pool rows of a row block
 MAX_ROW_BLOCKS = 543
 MAX_ROWS = 69504
+CLUSTERS = 1  # each counts all routes and places its share
+CLUSTER_CTAS = 16
+NUM_WARPS = 32  # of a CTA
+ROUTES_PER_LANE = 4  # ids a lane loads before it counts the first
 
 # ---- workspace regions: byte offsets
 COUNTERS = 0
@@ -30,17 +30,15 @@ BLOCK_EXPERT = 4096
 BLOCK_ROWS = 7168
 ROW_TOKEN = 10240
 SLOT_ROW = 288768
-WORKSPACE_BYTES = 1281648640
-
-# ---- counters
 COUNTER_WORDS = 646
+WORKSPACE_BYTES = 1281648640
 
 # ---- arguments: name, dtype, shape (None: scalar; equal names are equal extents)
 ARGUMENTS = (
-    ("ids", "int32", ("T", "W")),
-    ("id_words", "int32", None),
+    ("ids", "int32", ("T", "W")),  # W = TOP_K * id_words
+    ("id_words", "int32", None),  # 1: int32 ids; 2: int64 ids, seen as words
     ("workspace", "uint8", (WORKSPACE_BYTES,)),
-    ("error_address", "int64", None),
+    ("error_address", "int64", None),  # pinned host int32[16]; 0: no record
 )
 
 # ---- kernel
@@ -57,9 +55,9 @@ SHAPE = schedule.Shape(
 
 @cute.kernel
 def kernel(ids: cute.Tensor, id_words: Int32, workspace: cute.Tensor, error_address: Int64):
-    """Count the routes of each expert in parts, sum over warps and CTAs, start every expert at a row block, place.
+    """Count every expert's routes, start its rows at a row block, place the routes in ascending order.
 
-    ids (T, K * id_words) int32: int32 ids (id_words 1) or the words of int64 ids (id_words 2); -1 is no route.
+    An expert without routes gets no row block; padding rows of used blocks get row_token -1.
     """
     routes = schedule.Ids(ids, id_words)
     tables = schedule.Tables(
@@ -76,15 +74,15 @@ def kernel(ids: cute.Tensor, id_words: Int32, workspace: cute.Tensor, error_addr
     schedule.count_part(routes, counts, tables, place, SHAPE)
     cute.arch.sync_threads()
     schedule.sum_warps(counts, place, SHAPE)
-    cute.arch.cluster_arrive()  # this CTA's counts stand for the peers
+    cute.arch.cluster_arrive()  # this CTA's counts are there for its peers
     cute.arch.cluster_wait()
     schedule.sum_ctas(counts, place, SHAPE)
     schedule.report_invalid(routes, counts, error_address, place, SHAPE)
-    cute.arch.cluster_arrive()  # this CTA has read its peers
+    cute.arch.cluster_arrive()  # this CTA has read its peers' counts
     schedule.start_experts(counts, place, SHAPE)
     schedule.write_blocks(counts, tables, place, SHAPE)
     schedule.place_routes(routes, counts, tables, place, SHAPE)
-    cute.arch.cluster_wait()  # shared memory lives until every peer has read it
+    cute.arch.cluster_wait()  # a CTA's shared memory lives until its peers have read it
 
 
 # ---- launch

@@ -1,10 +1,9 @@
 """From logits to expert ids and weights: one warp per token, expert e in register e // 32 of lane e % 32.
 
-Exponentials and quotients are the correctly rounded or libdevice forms torch compiles to, and the sum of a softmax runs
-over a lane's registers and then across lanes, as torch's CUDA softmax sums up to 1024 values: scores have equal bits and
-near-ties fall alike. Choices are compared as integers of the same order: ties go to the lowest expert, a NaN ranks as
--inf, and what must not be chosen ranks below that, so that ids are distinct and in range whatever the logits hold. A NaN
-score that is chosen all the same gives a NaN weight.
+Exponentials and quotients are those torch compiles to, and the sum of a softmax runs over a lane's registers and then
+across lanes, as torch's CUDA softmax sums up to 1024 values: scores have equal bits, near-ties fall alike. Choices are
+compared as integers of the same order: ties go to the lowest expert, a NaN ranks as -inf, and what must not be chosen
+ranks below that, so that ids are distinct and in range whatever the logits hold. A chosen NaN score gives a NaN weight.
 """
 
 import cutlass

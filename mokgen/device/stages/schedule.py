@@ -3,15 +3,15 @@
 A route is one slot of one token: route = token * K + slot. Routes are cut into contiguous parts, one per warp of a
 cluster; a warp counts its part expert by expert and so knows each route's rank among equals of its part. Adding what
 lower warps and lower CTAs counted turns ranks into rows. Every sum has a fixed order and no atomic is used, so the
-tables are the same in every run. Several clusters may run: all of them count everything, each places its share, and none
-waits for another.
+tables are the same in every run. Several clusters may run: all of them count everything, each places its share, and
+none waits for another.
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import AddressSpace, Boolean, Constexpr, Int32, Int64, Uint32, const_expr, range_constexpr
+from cutlass import AddressSpace, Constexpr, Int32, Int64, Uint32, const_expr, range_constexpr
 
 from mokgen.device import warp
 
@@ -110,7 +110,7 @@ def part_of(routes: Int32, index: Int32, parts: Constexpr[int]):
 def expert_of(low: Int32, high: Int32, num_experts: Constexpr[int]):
     """Bin of an id given as sign-extended 64-bit value, and whether the id is legal.
 
-    The bin is the expert, or `num_experts` for -1 (no route) and for ids outside [-1, num_experts), which are not legal.
+    The bin is the expert, or `num_experts` for -1 (no route) and for ids outside [-1, num_experts), which are illegal.
     """
     extends = high == (low >> 31)
     inside = low >= 0 and low < num_experts
@@ -128,9 +128,7 @@ def here(ids: Ids, shape: Constexpr):
     routes = ids.words.shape[0] * shape.top_k
     begin, end = part_of(routes, cta * shape.warps + index, shape.cluster_ctas * shape.warps)
     batch = LANES * shape.routes_per_lane
-    return Place(
-        cluster, cta, index, thread % LANES, thread, begin, end, (end - begin + (batch - 1)) // batch
-    )
+    return Place(cluster, cta, index, thread % LANES, thread, begin, end, (end - begin + (batch - 1)) // batch)
 
 
 @cute.jit
@@ -271,9 +269,7 @@ def start_experts(counts: Counts, place: Place, shape: Constexpr):
 def write_blocks(counts: Counts, tables: Tables, place: Place, shape: Constexpr):
     """The tables of row blocks, and -1 into the padding rows of used blocks. One warp per expert."""
     index = (place.cluster * shape.cluster_ctas + place.cta) * shape.warps + place.warp
-    for expert in cutlass.range(
-        index, shape.num_experts, shape.clusters * shape.cluster_ctas * shape.warps, unroll=1
-    ):
+    for expert in cutlass.range(index, shape.num_experts, shape.clusters * shape.cluster_ctas * shape.warps, unroll=1):
         start, rows = counts.start[expert], counts.total[expert]
         blocks = counts.start[expert + 1] - start
         if place.lane == 0:
