@@ -95,7 +95,8 @@ class BufferCheck:
             if len(wrong) == 0:
                 return None
             place = tuple(wrong[0].tolist())
-            return f"{len(wrong)} of {got.numel()} differ, first at {place}: {int(got[place])}, expected {int(want[place])}"
+            first = f"first at {place}: {int(got[place])}, expected {int(want[place])}"
+            return f"{len(wrong)} of {got.numel()} differ, {first}"
         found = errors(got, want.double())
         if found.relative_l2 <= SAME_ROUNDING and found.worst_row <= 4 * SAME_ROUNDING:
             return None

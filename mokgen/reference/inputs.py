@@ -1,7 +1,7 @@
 """Seeded parameters and routed inputs of a layer; the routing patterns that tests and benchmarks share.
 
-Reads a `ResolvedLayer` and nothing else of mokgen but number formats. Every function is a pure function of its arguments:
-the same (layer, tokens, pattern, seed, device type) gives the same bits.
+Reads a `ResolvedLayer` and nothing else of mokgen but number formats. Every function is pure: the same layer, tokens,
+pattern, seed and kind of device give the same bits.
 
 Letters: T tokens, E experts, K top-k, H hidden, I intermediate, Is intermediate of the merged shared experts.
 """
@@ -199,7 +199,7 @@ def make_inputs(
     seed: int = 0,
     id_dtype: torch.dtype = torch.int32,
 ) -> Inputs:
-    """Tokens whose routes follow `pattern`. Weights of slots without a route are NaN, and so are x rows nobody reads."""
+    """Tokens routed after `pattern`. Weights of slots without a route are NaN; x rows nobody reads are NaN or infinite."""
     random = generator(device, seed + 1)
     ids = PATTERNS[pattern](layer, tokens, random)
     weights = torch.rand(ids.shape, generator=random, device=device).add_(0.1)

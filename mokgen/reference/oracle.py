@@ -22,12 +22,12 @@ from mokgen.reference.inputs import Inputs, Parameters
 Tensor = torch.Tensor
 
 ROWS_AT_A_TIME = 8192  # bounds the fp64 copies of one expert's rows; no value depends on it
-NORMALIZE_FLOOR = 1e-20  # added to the sum of chosen scores, as DeepSeek-V3's router does; below fp32 resolution otherwise
+NORMALIZE_FLOOR = 1e-20  # added to the sum of chosen scores by DeepSeek-V3's router; elsewhere below resolution
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """Arithmetic of one pass: dtype of products and sums, and the dtype stored rows are rounded to (None: not rounded)."""
+    """Arithmetic of one pass: dtype of products and sums, dtype that stored rows are rounded to (None: not rounded)."""
 
     compute: torch.dtype
     stored: torch.dtype | None
@@ -52,10 +52,8 @@ def route(
     choice = logits if router.order == "topk_then_score" else _score(router.score, logits)
     if selection_bias_E is not None:
         choice = choice + selection_bias_E.float()
-    choice = torch.nan_to_num(choice, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    if router.top_groups < router.groups:
-        choice = _keep_top_groups(layer, choice)
-    ids = _largest(choice, router.top_k)
+    closed = _closed_groups(layer, choice) if router.top_groups < router.groups else None
+    ids = _largest(choice, router.top_k, closed)
     exact = logits.double()
     if router.order == "topk_then_score":
         weights = _score(router.score, exact.gather(1, ids))
@@ -70,23 +68,30 @@ def _score(kind: str, logits: Tensor) -> Tensor:
     return {"softmax": lambda: logits.softmax(dim=1), "sigmoid": logits.sigmoid}[kind]()
 
 
-def _largest(values: Tensor, count: int) -> Tensor:
-    """Column numbers of the `count` largest values of each row, falling, equal values in rising column order."""
-    return values.sort(dim=1, descending=True, stable=True).indices[:, :count]
+def _largest(values: Tensor, count: int, closed: Tensor | None = None) -> Tensor:
+    """Column numbers of the `count` largest values of each row, falling, equal values in rising column order.
+
+    A NaN comes after every number, and a `closed` column after those.
+    """
+    nan = values.isnan()
+    order = values.masked_fill(nan, -torch.inf).sort(dim=1, descending=True, stable=True).indices
+    last = nan.int() if closed is None else nan.int() + 2 * closed.int()
+    order = order.gather(1, last.gather(1, order).sort(dim=1, stable=True).indices)
+    return order[:, :count]
 
 
-def _keep_top_groups(layer: ResolvedLayer, choice_TE: Tensor) -> Tensor:
-    """-inf in the experts of groups that are not among the best `top_groups`."""
+def _closed_groups(layer: ResolvedLayer, choice_TE: Tensor) -> Tensor:
+    """True (T, E) in the experts of groups that are not among the best `top_groups`."""
     router = layer.router
     tokens, size = choice_TE.shape[0], layer.num_experts // router.groups
-    grouped = choice_TE.reshape(tokens, router.groups, size)
+    grouped = choice_TE.masked_fill(choice_TE.isnan(), -torch.inf).reshape(tokens, router.groups, size)
     if router.group_score == "max":
         group_score = grouped.amax(dim=2)
     else:
         group_score = grouped.sort(dim=2, descending=True).values[:, :, :2].sum(dim=2)
-    kept = torch.zeros(tokens, router.groups, dtype=torch.bool, device=choice_TE.device)
-    kept.scatter_(1, _largest(group_score, router.top_groups), True)
-    return grouped.masked_fill(~kept.unsqueeze(2), -torch.inf).reshape(tokens, layer.num_experts)
+    closed = torch.ones(tokens, router.groups, dtype=torch.bool, device=choice_TE.device)
+    closed.scatter_(1, _largest(group_score, router.top_groups), False)
+    return closed.unsqueeze(2).expand(-1, -1, size).reshape(tokens, layer.num_experts)
 
 
 def _mlp(
@@ -114,13 +119,17 @@ def _mlp(
     return numbers.store(y)
 
 
+def _pieces(rows: Tensor) -> list[Tensor]:
+    return [rows[start : start + ROWS_AT_A_TIME] for start in range(0, len(rows), ROWS_AT_A_TIME)]
+
+
 def expert_rows(layer: ResolvedLayer, inputs: Inputs, parameters: Parameters, numbers: Numbers) -> Tensor:
     """Unweighted expert output of every route, (T*K, H); rows of routes without an expert stay zero."""
     flat = inputs.ids.reshape(-1)
     dtype = numbers.compute if numbers.stored is None else numbers.stored
     y = torch.zeros(flat.numel(), layer.hidden_size, dtype=dtype, device=inputs.x.device)
     for expert in range(layer.num_experts):
-        for routes in (flat == expert).nonzero().flatten().split(ROWS_AT_A_TIME):
+        for routes in _pieces((flat == expert).nonzero().flatten()):
             y[routes] = _mlp(
                 layer,
                 numbers,
@@ -139,8 +148,7 @@ def shared_rows(layer: ResolvedLayer, inputs: Inputs, parameters: Parameters, nu
     if parameters.w_shared_gate_up is None or parameters.w_shared_down is None:
         return None
     parts = [
-        _mlp(layer, numbers, rows, parameters.w_shared_gate_up, parameters.w_shared_down)
-        for rows in inputs.x.split(ROWS_AT_A_TIME)
+        _mlp(layer, numbers, rows, parameters.w_shared_gate_up, parameters.w_shared_down) for rows in _pieces(inputs.x)
     ]
     y = torch.cat(parts) if parts else inputs.x.to(numbers.compute)
     if inputs.shared_gate_logits is not None:
@@ -198,8 +206,11 @@ class PoolTable:
 def pool_table(layer: ResolvedLayer, ids_TK: Tensor, tile_m: int) -> PoolTable:
     """Segments by rising expert, each padded to `tile_m` rows; rows of a segment by rising route number."""
     flat = ids_TK.reshape(-1).cpu().long()
-    blocks, slot_row = [], torch.full((flat.numel(),), -1, dtype=torch.int32)
-    block_expert, block_rows, row_token = [], [], []
+    slot_row = torch.full((flat.numel(),), -1, dtype=torch.int32)
+    blocks: list[int] = []
+    block_expert: list[int] = []
+    block_rows: list[int] = []
+    row_token: list[Tensor] = []
     for expert in range(layer.num_experts):
         routes = (flat == expert).nonzero().flatten()
         first = sum(blocks) * tile_m

@@ -1,0 +1,338 @@
+"""A loaded MoE layer: checks a call's arguments, then runs the kernels (CUDA) or the plan's executor (CPU).
+
+Owns the order of one call and nothing of its arithmetic. There is no host synchronisation on the way (unless the layer
+has `checks: checked`) and no state between calls but reusable memory and the error words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from mokgen.errors import ArgumentError, ArtifactMismatchError
+from mokgen.lower.layer import ResolvedLayer
+from mokgen.runtime import host, workspace
+from mokgen.runtime.arguments import check, check_optional, check_small, check_tokens, expected_arguments
+from mokgen.runtime.errors import ID_FLAG, WAIT_FLAG, ErrorWords, raise_recorded
+from mokgen.runtime.launch import Kernel, Launcher, num_sms
+from mokgen.runtime.op import PARAMETERS, moe_forward, moe_route, register
+from mokgen.runtime.workspace import Layout, RegionView
+
+if TYPE_CHECKING:
+    from mokgen.execute import LayerPlan
+
+Tensor = torch.Tensor
+
+WAIT_LIMIT_NS = 2_000_000_000  # far above any wait of a healthy run (milliseconds), short enough to notice
+_loaded_artifacts: set[Path] = set()
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a layer runs: one artifact, or a plan alone where there is no GPU."""
+
+    layer: ResolvedLayer
+    stem: str
+    layer_key: str
+    arch: str
+    layout: Layout
+    functions: Mapping[str, Kernel]  # empty: CPU only
+    arguments: Mapping[str, tuple[str, ...]]
+    read_plan: Callable[[], LayerPlan]
+    directory: Path | None
+
+
+class Layer(torch.nn.Module):
+    """One MoE layer without parameters of its own; weights are arguments of every call.
+
+    ctas: CTAs of the forward kernel, None for one per SM. No result depends on it.
+    wait_limit_ns: longest wait inside the forward kernel before the call is given up with DeviceWaitError.
+    """
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+        self.layer = program.layer
+        self.top_k = program.layer.top_k
+        self.ctas: int | None = None
+        self.wait_limit_ns = WAIT_LIMIT_NS
+        self.launcher = Launcher(program.functions, program.arguments) if program.functions else None
+        self.error_words = ErrorWords()
+        self._expected = expected_arguments(program.layer)
+        self._counters = program.layout.counters()
+        self._checked = program.layer.checks == "checked"
+        self._plan: LayerPlan | None = None
+        self.name = register(self, f"{program.stem}-{program.layer_key[:16]}")
+
+    def forward(
+        self,
+        x: Tensor,
+        logits_or_ids: Tensor,
+        weights: Tensor | None = None,
+        *,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        b_gate_up: Tensor | None = None,
+        b_down: Tensor | None = None,
+        w_shared_gate_up: Tensor | None = None,
+        w_shared_down: Tensor | None = None,
+        shared_gate_logits: Tensor | None = None,
+        selection_bias: Tensor | None = None,
+        logit_bias: Tensor | None = None,
+    ) -> Tensor:
+        """x (T, H) bf16 to (T, H) bf16.
+
+        A layer with `router.input: ids` takes ids (T, K) int32 or int64 and weights (T, K). One with `logits` takes
+        logits (T, E) and routes by itself; given ids and weights (T, K) fp32 it skips its router.
+        """
+        result: Tensor = moe_forward(
+            self.name,
+            x,
+            logits_or_ids,
+            weights,
+            w_gate_up,
+            w_down,
+            b_gate_up,
+            b_down,
+            w_shared_gate_up,
+            w_shared_down,
+            shared_gate_logits,
+            selection_bias,
+            logit_bias,
+        )
+        return result
+
+    def route(
+        self, logits: Tensor, selection_bias: Tensor | None = None, logit_bias: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The layer's router alone: logits (T, E) to ids (T, K) int32 and weights (T, K) fp32."""
+        ids, weights = moe_route(self.name, logits, selection_bias, logit_bias)
+        return ids, weights
+
+    def check(self) -> None:
+        """Wait for the device and raise what an earlier call recorded: RoutingError or DeviceWaitError."""
+        if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            torch.cuda.synchronize()
+        self._raise_recorded("an earlier call")
+
+    def regions(self, memory: Tensor) -> dict[str, Tensor]:
+        """Typed views of a workspace uint8 (workspace_bytes,), by region name."""
+        return self.program.layout.view(memory)
+
+    @property
+    def workspace_bytes(self) -> int:
+        return self.program.layout.num_bytes
+
+    @property
+    def plan(self) -> LayerPlan:
+        """The plan the kernels were made from; what the CPU runs."""
+        if self._plan is None:
+            self._plan = self.program.read_plan()
+        return self._plan
+
+    def extra_repr(self) -> str:
+        layer = self.layer
+        return f"{self.name}, H={layer.hidden_size}, I={layer.intermediate_size}, E={layer.num_experts}, K={self.top_k}"
+
+    # --- what the operators call ------------------------------------------------------------------------------------
+
+    def run(
+        self,
+        x: Tensor,
+        routing: Tensor,
+        weights: Tensor | None,
+        parameters: tuple[Tensor | None, ...],
+        shared_gate_logits: Tensor | None,
+        selection_bias: Tensor | None,
+        logit_bias: Tensor | None,
+    ) -> Tensor:
+        """One call: raise what an earlier one recorded, check, route, schedule, forward."""
+        device, expected, words = x.device, self._expected, self.error_words.words
+        if words[ID_FLAG] or words[WAIT_FLAG]:
+            self._raise_recorded("an earlier call")
+        tokens = check_tokens(expected.x, x, self.layer.max_tokens)
+        check(expected.x, x, tokens, device)
+        for want, name, tensor in zip(expected.parameters, PARAMETERS, parameters, strict=True):
+            check_optional(want, name, tensor, tokens, device)
+        if shared_gate_logits is not None and expected.shared_gate_logits is not None:
+            shared_gate_logits = check_small(expected.shared_gate_logits, shared_gate_logits, tokens, device)
+        check_optional(expected.shared_gate_logits, "shared_gate_logits", shared_gate_logits, tokens, device)
+        if expected.logits is not None and weights is None:
+            ids, weights = self.run_route(routing, selection_bias, logit_bias, tokens, device)
+        else:
+            ids = check_small(expected.ids, routing, tokens, device)
+            weights = check_small(expected.weights, weights, tokens, device)
+            for name, bias in (("selection_bias", selection_bias), ("logit_bias", logit_bias)):
+                check_optional(None, name, bias, tokens, device)
+        out = torch.empty_like(x)
+        if tokens:
+            if device.type == "cuda":
+                self._launch(x, ids, weights, parameters, shared_gate_logits, out)
+            else:
+                self._run_on_host(x, ids, weights, parameters, shared_gate_logits, out)
+        return out
+
+    def run_route(
+        self,
+        logits: Tensor,
+        selection_bias: Tensor | None,
+        logit_bias: Tensor | None,
+        tokens: int | None = None,
+        device: torch.device | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """ids (T, K) int32 and weights (T, K) fp32 of logits (T, E)."""
+        expected = self._expected
+        if expected.logits is None:
+            raise ArgumentError("this layer takes ids and weights", where="logits", hint="router.input is ids")
+        if tokens is None:
+            tokens = check_tokens(expected.logits, logits, self.layer.max_tokens)
+        device = device or logits.device
+        check(expected.logits, logits, tokens, device)
+        check_optional(expected.selection_bias, "selection_bias", selection_bias, tokens, device)
+        check_optional(expected.logit_bias, "logit_bias", logit_bias, tokens, device)
+        ids = torch.empty((tokens, self.top_k), dtype=torch.int32, device=device)
+        weights = torch.empty((tokens, self.top_k), dtype=torch.float32, device=device)
+        if tokens:
+            if device.type == "cuda":
+                with _on(device):
+                    self._kernels().route(logits, selection_bias, logit_bias, ids, weights)
+            else:
+                host.route(self.plan, logits, selection_bias, logit_bias, ids, weights)
+        return ids, weights
+
+    def _launch(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        parameters: tuple[Tensor | None, ...],
+        shared_gate_logits: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """schedule and forward on the current stream of x's device."""
+        kernels, device, address = self._kernels(), x.device, self.error_words.address
+        with _on(device):
+            memory = workspace.take(self.program.layout.num_bytes, device)
+            kernels.schedule(ids, memory, address)
+            if self._checked:
+                self._check_ids(device)
+            ctas = self.ctas or num_sms(device)
+            kernels.forward(x, weights, parameters, shared_gate_logits, out, memory, ctas, self.wait_limit_ns, address)
+
+    def _check_ids(self, device: torch.device) -> None:
+        """`checks: checked`: wait for the schedule and raise before anything is computed from a wrong id."""
+        if torch.cuda.is_current_stream_capturing():
+            raise ArgumentError(
+                "a layer with checks: checked waits for the device and cannot be captured",
+                where="CUDA graph",
+                hint="build with checks: fast and call layer.check() after the replay",
+            )
+        torch.cuda.current_stream(device).synchronize()
+        if self.error_words.words[ID_FLAG]:
+            self._raise_recorded("this call")
+
+    def _run_on_host(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        parameters: tuple[Tensor | None, ...],
+        shared_gate_logits: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        host.record_wrong_ids(ids, self.layer.num_experts, self.error_words)
+        if self._checked and self.error_words.words[ID_FLAG]:
+            self._raise_recorded("this call")
+        host.forward(
+            self.plan, x, ids, weights, dict(zip(PARAMETERS, parameters, strict=True)), shared_gate_logits, out
+        )
+
+    def _kernels(self) -> Launcher:
+        if self.launcher is None:
+            raise ArtifactMismatchError(
+                "this layer was loaded without kernels, for the CPU only",
+                where=self.name,
+                hint="load it on the machine with the GPU: load_layer(spec) or load_artifact(directory)",
+            )
+        return self.launcher
+
+    def _raise_recorded(self, when: str) -> None:
+        raise_recorded(self.error_words.take(), self.layer.num_experts, self._counters, when)
+
+
+class _on:  # noqa: N801
+    """`torch.cuda.device(device)` at no cost where the device is current already."""
+
+    __slots__ = ("_device", "_guard")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._guard: torch.cuda.device | None = None
+
+    def __enter__(self) -> None:
+        if self._device.index != torch.cuda.current_device():
+            self._guard = torch.cuda.device(self._device)
+            self._guard.__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *_: object) -> None:
+        if self._guard is not None:
+            self._guard.__exit__(None, None, None)
+
+
+def load_artifact(directory: Path | str) -> Layer:
+    """Load one artifact directory. Needs torch, apache-tvm-ffi and the CuTe runtime library; never the compiler."""
+    from mokgen.cache.manifest import ManifestError, read_manifest
+    from mokgen.execute import LayerPlan
+
+    place = Path(directory).resolve()
+    try:
+        manifest = read_manifest(place)
+    except ManifestError as error:
+        raise ArtifactMismatchError(str(error), where=str(place), hint="build the layer again") from error
+    functions: Mapping[str, Kernel] = {}
+    if torch.cuda.is_available():
+        from mokgen.runtime.module import load_kernels
+
+        functions = load_kernels(place).functions
+    _loaded_artifacts.add(place)
+    regions = tuple(RegionView(row.name, row.dtype, row.shape, row.offset) for row in manifest.regions)
+    return Layer(
+        Program(
+            layer=ResolvedLayer.from_dict(manifest.layer),
+            stem=manifest.stem,
+            layer_key=manifest.layer_key,
+            arch=manifest.arch,
+            layout=Layout(manifest.workspace_bytes, regions),
+            functions=functions,
+            arguments={name: tuple(row[0] for row in kernel.arguments) for name, kernel in manifest.kernels.items()},
+            read_plan=lambda: LayerPlan.from_json((place / "plan.json").read_text(encoding="utf-8")),
+            directory=place,
+        )
+    )
+
+
+def layer_of_plan(plan: LayerPlan, stem: str, layer_key: str) -> Layer:
+    """A layer that runs on the CPU alone, from a plan that was never compiled."""
+    regions = tuple(RegionView(row.name, row.dtype, row.shape, row.offset) for row in plan.regions)
+    return Layer(
+        Program(
+            layer=plan.layer,
+            stem=stem,
+            layer_key=layer_key,
+            arch=plan.arch,
+            layout=Layout(plan.workspace_bytes, regions),
+            functions={},
+            arguments={},
+            read_plan=lambda: plan,
+            directory=None,
+        )
+    )
+
+
+def compile_count() -> int:
+    """Compiled artifacts this process has loaded. A layer adds one, whatever numbers of tokens it is called with."""
+    return len(_loaded_artifacts)

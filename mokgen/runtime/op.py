@@ -1,0 +1,133 @@
+"""The torch operators `mokgen::moe_forward` and `mokgen::moe_route`, and the registry of the layers they run.
+
+One operator serves every layer: its first argument names a loaded layer, so that a traced graph holds a string and
+tensors only. CUDA runs the compiled kernels, CPU the plan's executor, and tracing sees shapes alone. Nothing here reads
+a value of a tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+
+from mokgen.errors import UnsupportedError
+
+Tensor = torch.Tensor
+
+PARAMETERS = ("w_gate_up", "w_down", "b_gate_up", "b_down", "w_shared_gate_up", "w_shared_down")
+FORWARD = "mokgen::moe_forward"
+ROUTE = "mokgen::moe_route"
+FORWARD_SCHEMA = (
+    "moe_forward(str layer, Tensor x, Tensor routing, Tensor? weights, Tensor w_gate_up, Tensor w_down, "
+    "Tensor? b_gate_up, Tensor? b_down, Tensor? w_shared_gate_up, Tensor? w_shared_down, "
+    "Tensor? shared_gate_logits, Tensor? selection_bias, Tensor? logit_bias) -> Tensor"
+)
+ROUTE_SCHEMA = "moe_route(str layer, Tensor logits, Tensor? selection_bias, Tensor? logit_bias) -> (Tensor, Tensor)"
+
+# Definitions live as long as this object.
+LIBRARY = torch.library.Library("mokgen", "FRAGMENT")
+_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
+LIBRARY.define(FORWARD_SCHEMA, tags=_TAGS)  # type: ignore[no-untyped-call]
+LIBRARY.define(ROUTE_SCHEMA, tags=_TAGS)  # type: ignore[no-untyped-call]
+
+
+class Runner(Protocol):
+    """What the registry holds; `mokgen.runtime.layer.Layer` is the implementation."""
+
+    top_k: int
+
+    def run(
+        self,
+        x: Tensor,
+        routing: Tensor,
+        weights: Tensor | None,
+        parameters: tuple[Tensor | None, ...],
+        shared_gate_logits: Tensor | None,
+        selection_bias: Tensor | None,
+        logit_bias: Tensor | None,
+    ) -> Tensor: ...
+
+    def run_route(
+        self, logits: Tensor, selection_bias: Tensor | None, logit_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+_runners: WeakValueDictionary[str, Runner] = WeakValueDictionary()
+
+
+def register(runner: Runner, wanted: str) -> str:
+    """Enter a layer and return its name for the operator: `wanted`, or with a number when that is in use.
+
+    The name of a process's first layer of a kind is the same in every process, so compiled graphs can be cached.
+    """
+    name, number = wanted, 1
+    while name in _runners:
+        number += 1
+        name = f"{wanted}-{number}"
+    _runners[name] = runner
+    return name
+
+
+def _runner(name: str) -> Runner:
+    runner = _runners.get(name)
+    if runner is None:
+        raise RuntimeError(f"layer {name} is not loaded in this process; keep the object load_layer returned")
+    return runner
+
+
+def _forward(
+    layer: str,
+    x: Tensor,
+    routing: Tensor,
+    weights: Tensor | None,
+    w_gate_up: Tensor,
+    w_down: Tensor,
+    b_gate_up: Tensor | None,
+    b_down: Tensor | None,
+    w_shared_gate_up: Tensor | None,
+    w_shared_down: Tensor | None,
+    shared_gate_logits: Tensor | None,
+    selection_bias: Tensor | None,
+    logit_bias: Tensor | None,
+) -> Tensor:
+    parameters = (w_gate_up, w_down, b_gate_up, b_down, w_shared_gate_up, w_shared_down)
+    return _runner(layer).run(x, routing, weights, parameters, shared_gate_logits, selection_bias, logit_bias)
+
+
+def _route(
+    layer: str, logits: Tensor, selection_bias: Tensor | None, logit_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return _runner(layer).run_route(logits, selection_bias, logit_bias)
+
+
+def _fake_forward(layer: str, x: Tensor, routing: Tensor, weights: Tensor | None, *rest: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _fake_route(
+    layer: str, logits: Tensor, selection_bias: Tensor | None, logit_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    shape = (logits.shape[0], _runner(layer).top_k)
+    return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
+
+
+def _no_backward(*_: Any) -> Any:
+    raise UnsupportedError(
+        "this layer has no backward kernels",
+        where="passes: [forward]",
+        hint="call it under torch.no_grad(), or detach its inputs",
+    )
+
+
+for _kind in ("CUDA", "CPU"):
+    LIBRARY.impl("moe_forward", _forward, _kind)  # type: ignore[no-untyped-call]
+    LIBRARY.impl("moe_route", _route, _kind)  # type: ignore[no-untyped-call]
+torch.library.register_fake(FORWARD, _fake_forward, lib=LIBRARY)
+torch.library.register_fake(ROUTE, _fake_route, lib=LIBRARY)
+torch.library.register_autograd(FORWARD, _no_backward, lib=LIBRARY)
+torch.library.register_autograd(ROUTE, _no_backward, lib=LIBRARY)
+
+moe_forward = torch.ops.mokgen.moe_forward.default
+moe_route = torch.ops.mokgen.moe_route.default

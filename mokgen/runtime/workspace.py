@@ -1,0 +1,102 @@
+"""Device memory the kernels of a call share: one growing buffer per (device, stream) for all layers of the process.
+
+Calls on one stream run one after the other, so they may use the same bytes; calls on two streams never do. While a
+CUDA graph is captured every call takes fresh memory from the graph's own pool instead, because a graph may be replayed
+on any stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from mokgen.facts.formats import FORMATS
+from mokgen.runtime.errors import CounterTable
+
+MAIN_TICKET, REDUCE_TICKET, ERROR_FLAG, FIRST_COUNTER = 0, 32, 64, 96  # words of the counters region
+
+
+@dataclass(frozen=True)
+class RegionView:
+    """One region of the workspace: name, number format, shape and byte offset."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        elements = 1
+        for extent in self.shape:
+            elements *= extent
+        return elements * FORMATS[self.dtype].bytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The workspace of one layer as its manifest lists it."""
+
+    num_bytes: int
+    regions: tuple[RegionView, ...]
+
+    def view(self, workspace: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Typed tensors over the regions of `workspace` uint8 (num_bytes,), sharing its memory."""
+        views = {}
+        for region in self.regions:
+            raw = workspace[region.offset : region.offset + region.num_bytes]
+            views[region.name] = raw.view(FORMATS[region.dtype].torch_dtype()).view(region.shape)
+        return views
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return next((region.shape for region in self.regions if region.name == name), None)
+
+    @property
+    def tile_m(self) -> int:
+        """Rows of a row block."""
+        rows, blocks = self.shape("row_token"), self.shape("block_expert")
+        assert rows is not None and blocks is not None
+        return rows[0] // blocks[0]
+
+    def counters(self) -> CounterTable:
+        """Names of the counter words, in the order in which the plan lays them out."""
+        blocks, shared, words = self.shape("block_expert"), self.shape("shared_hidden"), self.shape("counters")
+        assert blocks is not None and words is not None
+        lengths = [("hidden_ready", blocks[0])]
+        if shared is not None:
+            lengths.append(("shared_hidden_ready", shared[0] // self.tile_m))
+        ranges, first = [], FIRST_COUNTER
+        for name, length in lengths:
+            ranges.append((name, first, length))
+            first += length
+        ranges.append(("slab_done", first, max(words[0] - first, 0)))
+        fixed = ((MAIN_TICKET, "main_ticket"), (REDUCE_TICKET, "reduce_ticket"), (ERROR_FLAG, "error_flag"))
+        return CounterTable(fixed, tuple(ranges))
+
+
+_pool: dict[tuple[int, int], torch.Tensor] = {}
+
+
+def take(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 (num_bytes,) on `device` that the current stream may use until its next `take`."""
+    if torch.cuda.is_current_stream_capturing():
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    base = _pool.get(key)
+    if base is None or base.numel() < num_bytes:
+        # The old buffer goes back to the allocator of the stream it was used on: later calls come after earlier ones.
+        _pool.pop(key, None)
+        base = _pool[key] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return base[:num_bytes]
+
+
+def clear() -> None:
+    """Give every buffer back to torch's allocator; the next call takes a new one."""
+    _pool.clear()
+
+
+def held_bytes() -> Iterable[tuple[tuple[int, int], int]]:
+    """((device index, stream), bytes) of every buffer held."""
+    return [(key, base.numel()) for key, base in _pool.items()]
