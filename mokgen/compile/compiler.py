@@ -50,6 +50,8 @@ class KernelReport:
     def findings(self) -> tuple[str, ...]:
         """What a fast kernel must not have: spills, a stack frame, local memory."""
         faults = []
+        if self.registers is None:
+            faults.append(f"{self.kernel}: the compiler stated no registers and spills")
         if self.spill_bytes:
             faults.append(f"{self.kernel}: {self.spill_bytes} bytes of register spills")
         if self.stack:
@@ -193,7 +195,8 @@ def main(argv: list[str] | None = None) -> int:
     else:
         outcome = {"report": report.to_dict()}
         print(f"{report.function}: {report.seconds:.1f} s, {report.registers} registers, {report.smem_bytes} B smem")
-        print("\n".join(report.findings()), end="")
+        for finding in report.findings():
+            print(f"finding: {finding}")
     result_file(args.file.stem, args.arch, args.out).write_text(json.dumps(outcome), encoding="utf-8")
     return 3 if "error" in outcome else 0
 
