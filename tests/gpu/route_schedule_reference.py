@@ -16,24 +16,23 @@ def schedule_tables(ids_TK: torch.Tensor, num_experts: int) -> dict[str, torch.T
     ids = ids_TK.reshape(-1).to(torch.int64)
     routed = (ids >= 0) & (ids < num_experts)
     invalid = (~routed & (ids != NO_ROUTE)).nonzero().flatten()
-    slot_row = torch.full_like(ids, NO_ROUTE)
-    counts = torch.bincount(ids[routed], minlength=num_experts)
+    routes = routed.nonzero().flatten()
+    routes = routes[ids[routes].sort(stable=True).indices]  # by expert, then ascending
+    experts = ids[routes]
+    counts = torch.bincount(experts, minlength=num_experts)
     blocks = (counts + TILE_M - 1) // TILE_M
     block_start = torch.cat([blocks.new_zeros(1), blocks.cumsum(0)])
-    row_token = ids.new_full((int(block_start[-1]) * TILE_M,), NO_ROUTE)
-    block_expert, block_rows = [], []
-    for expert in range(num_experts):
-        routes = (ids == expert).nonzero().flatten()  # ascending
-        first = int(block_start[expert]) * TILE_M
-        slot_row[routes] = first + torch.arange(len(routes), device=ids.device)
-        row_token[first : first + len(routes)] = routes // top_k
-        for begin in range(0, len(routes), TILE_M):
-            block_expert.append(expert)
-            block_rows.append(min(TILE_M, len(routes) - begin))
+    rank = torch.arange(len(routes), device=ids.device) - (counts.cumsum(0) - counts)[experts]
+    rows = TILE_M * block_start[experts] + rank
+    slot_row = torch.full_like(ids, NO_ROUTE).scatter_(0, routes, rows)
+    row_token = ids.new_full((int(block_start[-1]) * TILE_M,), NO_ROUTE).scatter_(0, rows, routes // top_k)
+    block_expert = torch.arange(num_experts, device=ids.device).repeat_interleave(blocks)
+    block = torch.arange(len(block_expert), device=ids.device) - block_start[block_expert]
+    block_rows = (counts[block_expert] - TILE_M * block).clamp(max=TILE_M)
     tables = {
         "block_start": block_start,
-        "block_expert": ids.new_tensor(block_expert),
-        "block_rows": ids.new_tensor(block_rows),
+        "block_expert": block_expert,
+        "block_rows": block_rows,
         "row_token": row_token,
         "slot_row": slot_row,
         "first_invalid": invalid[0] if len(invalid) else ids.new_tensor(-1),
