@@ -53,8 +53,8 @@ def compile_kernel(module, arch="{arch}"):
 {calls}
 ```
 
-Then call each with torch CUDA tensors and numbers in the order of its table, on torch's current stream, in this order:
-{order}. Calling needs `CUTE_DSL_ARCH={arch}` in the environment before `import cutlass` if no GPU was there to ask.
+Then call each with torch CUDA tensors and numbers in the order of its table; it runs on torch's current stream. Order
+of a forward: {order}.
 '''
 
 
