@@ -199,7 +199,7 @@ def make_inputs(
     seed: int = 0,
     id_dtype: torch.dtype = torch.int32,
 ) -> Inputs:
-    """Tokens routed after `pattern`. Weights of slots without a route are NaN; x rows nobody reads are NaN or infinite."""
+    """Tokens routed after `pattern`. Weights without a route are NaN; x rows nobody reads are NaN or infinite."""
     random = generator(device, seed + 1)
     ids = PATTERNS[pattern](layer, tokens, random)
     weights = torch.rand(ids.shape, generator=random, device=device).add_(0.1)

@@ -103,8 +103,8 @@ def _mlp(
     b_gate_up: Tensor | None = None,
     b_down: Tensor | None = None,
     layout: str = "concatenated",
-) -> Tensor:
-    """act(x @ gate^T, x @ up^T) @ down^T of one expert in `numbers`; (n, H)."""
+) -> tuple[Tensor, Tensor]:
+    """One expert in `numbers`: hidden = act(x @ gate^T, x @ up^T) (n, I) and y = hidden @ down^T (n, H)."""
     gate_up = x_nH.to(numbers.compute) @ w_gate_up.to(numbers.compute).T
     if b_gate_up is not None:
         gate_up = gate_up + b_gate_up.to(numbers.compute)
@@ -116,21 +116,43 @@ def _mlp(
     y = hidden @ w_down.to(numbers.compute).T
     if b_down is not None:
         y = y + b_down.to(numbers.compute)
-    return numbers.store(y)
+    return hidden, numbers.store(y)
 
 
 def _pieces(rows: Tensor) -> list[Tensor]:
     return [rows[start : start + ROWS_AT_A_TIME] for start in range(0, len(rows), ROWS_AT_A_TIME)]
 
 
-def expert_rows(layer: ResolvedLayer, inputs: Inputs, parameters: Parameters, numbers: Numbers) -> Tensor:
-    """Unweighted expert output of every route, (T*K, H); rows of routes without an expert stay zero."""
-    flat = inputs.ids.reshape(-1)
+@dataclass(frozen=True)
+class Rows:
+    """What the two GEMMs leave, unweighted, in the dtype of storage: by route (T*K rows) or by token (T rows).
+
+    `hidden` is kept for rounded numbers only: in fp64 a full-size layer would need tens of GB for it and nobody asks.
+    """
+
+    hidden: Tensor | None
+    y: Tensor
+
+
+def _no_rows(layer: ResolvedLayer, numbers: Numbers, count: int, inter: int, device: torch.device) -> Rows:
     dtype = numbers.compute if numbers.stored is None else numbers.stored
-    y = torch.zeros(flat.numel(), layer.hidden_size, dtype=dtype, device=inputs.x.device)
+    hidden = None if numbers.stored is None else torch.zeros(count, inter, dtype=dtype, device=device)
+    return Rows(hidden, torch.zeros(count, layer.hidden_size, dtype=dtype, device=device))
+
+
+def _put(rows: Rows, where: Tensor, hidden: Tensor, y: Tensor) -> None:
+    if rows.hidden is not None:
+        rows.hidden[where] = hidden.to(rows.hidden.dtype)
+    rows.y[where] = y.to(rows.y.dtype)
+
+
+def expert_rows(layer: ResolvedLayer, inputs: Inputs, parameters: Parameters, numbers: Numbers) -> Rows:
+    """Every route through its expert; rows of routes without an expert stay zero."""
+    flat = inputs.ids.reshape(-1)
+    rows = _no_rows(layer, numbers, flat.numel(), layer.intermediate_size, inputs.x.device)
     for expert in range(layer.num_experts):
         for routes in _pieces((flat == expert).nonzero().flatten()):
-            y[routes] = _mlp(
+            hidden, y = _mlp(
                 layer,
                 numbers,
                 inputs.x[routes // layer.top_k],
@@ -139,46 +161,61 @@ def expert_rows(layer: ResolvedLayer, inputs: Inputs, parameters: Parameters, nu
                 None if parameters.b_gate_up is None else parameters.b_gate_up[expert],
                 None if parameters.b_down is None else parameters.b_down[expert],
                 layer.gate_up_layout,
-            ).to(dtype)
-    return y
+            )
+            _put(rows, routes, hidden, y)
+    return rows
 
 
-def shared_rows(layer: ResolvedLayer, inputs: Inputs, parameters: Parameters, numbers: Numbers) -> Tensor | None:
-    """The shared experts' output times its gate, (T, H); None when the layer has none."""
+def shared_rows(layer: ResolvedLayer, inputs: Inputs, parameters: Parameters, numbers: Numbers) -> Rows | None:
+    """Every token through the shared experts; None when the layer has none."""
     if parameters.w_shared_gate_up is None or parameters.w_shared_down is None:
         return None
-    parts = [
-        _mlp(layer, numbers, rows, parameters.w_shared_gate_up, parameters.w_shared_down) for rows in _pieces(inputs.x)
-    ]
-    y = torch.cat(parts) if parts else inputs.x.to(numbers.compute)
-    if inputs.shared_gate_logits is not None:
-        y = y * inputs.shared_gate_logits.to(numbers.compute).sigmoid().unsqueeze(1)
-    return y
+    rows = _no_rows(layer, numbers, inputs.tokens, layer.shared.intermediate_size, inputs.x.device)
+    for tokens in _pieces(torch.arange(inputs.tokens, device=inputs.x.device)):
+        up, down = parameters.w_shared_gate_up, parameters.w_shared_down
+        _put(rows, tokens, *_mlp(layer, numbers, inputs.x[tokens], up, down))
+    return rows
 
 
-def _weighted_sum(layer: ResolvedLayer, inputs: Inputs, parameters: Parameters, numbers: Numbers) -> Tensor:
+def _weighted_sum(layer: ResolvedLayer, inputs: Inputs, routed: Rows, shared: Rows | None, numbers: Numbers) -> Tensor:
     """Shared part plus the routes in slot order, dropped by selection and never multiplied by zero; (T, H)."""
-    shared = shared_rows(layer, inputs, parameters, numbers)
     shape = (inputs.tokens, layer.hidden_size)
-    out = torch.zeros(shape, dtype=numbers.compute, device=inputs.x.device) if shared is None else shared
-    y = expert_rows(layer, inputs, parameters, numbers).reshape(inputs.tokens, layer.top_k, layer.hidden_size)
+    out = torch.zeros(shape, dtype=numbers.compute, device=inputs.x.device)
+    if shared is not None:
+        out += shared.y.to(numbers.compute)
+        if inputs.shared_gate_logits is not None:
+            out *= inputs.shared_gate_logits.to(numbers.compute).sigmoid().unsqueeze(1)
+    y = routed.y.reshape(inputs.tokens, layer.top_k, layer.hidden_size)
     for slot in range(layer.top_k):
         ids = inputs.ids[:, slot]
-        routed = ((ids >= 0) & (ids < layer.num_experts)).nonzero().flatten()
-        weight = inputs.weights[routed, slot].to(numbers.compute).unsqueeze(1)
-        out[routed] += weight * y[routed, slot].to(numbers.compute)
+        live = ((ids >= 0) & (ids < layer.num_experts)).nonzero().flatten()
+        weight = inputs.weights[live, slot].to(numbers.compute).unsqueeze(1)
+        out[live] += weight * y[live, slot].to(numbers.compute)
     return out
 
 
 def oracle(layer: ResolvedLayer, inputs: Inputs, parameters: Parameters) -> Tensor:
     """The layer's output in fp64 with nothing rounded, (T, H)."""
-    return _weighted_sum(layer, inputs, parameters, EXACT)
+    routed = expert_rows(layer, inputs, parameters, EXACT)
+    return _weighted_sum(layer, inputs, routed, shared_rows(layer, inputs, parameters, EXACT), EXACT)
 
 
-def baseline(layer: ResolvedLayer, inputs: Inputs, parameters: Parameters) -> Tensor:
-    """The torch pipeline that rounds where the kernels do, (T, H) bf16: hidden rows, expert rows and output."""
+@dataclass(frozen=True)
+class Baseline:
+    """Output (T, H) bf16 of the torch pipeline that rounds where the kernels do, and the rows it was made of."""
+
+    out: Tensor
+    routed: Rows
+    shared: Rows | None
+
+
+def baseline(layer: ResolvedLayer, inputs: Inputs, parameters: Parameters) -> Baseline:
+    """fp32 products and sums; hidden rows, expert rows and output rounded to bf16."""
     with _full_fp32():
-        return _weighted_sum(layer, inputs, parameters, BASELINE).to(torch.bfloat16)
+        routed = expert_rows(layer, inputs, parameters, BASELINE)
+        shared = shared_rows(layer, inputs, parameters, BASELINE)
+        out = _weighted_sum(layer, inputs, routed, shared, BASELINE)
+        return Baseline(out.to(torch.bfloat16), routed, shared)
 
 
 @contextmanager

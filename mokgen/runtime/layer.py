@@ -171,9 +171,11 @@ class Layer(torch.nn.Module):
         out = torch.empty_like(x)
         if tokens:
             if device.type == "cuda":
-                self._launch(x, ids, weights, parameters, shared_gate_logits, out)
+                with _on(device):
+                    memory = workspace.take(self.program.layout.num_bytes, device)
+                    self.launch_into(x, ids, weights, parameters, shared_gate_logits, out, memory)
             else:
-                self._run_on_host(x, ids, weights, parameters, shared_gate_logits, out)
+                self.execute_into(x, ids, weights, parameters, shared_gate_logits, out)
         return out
 
     def run_route(
@@ -204,7 +206,7 @@ class Layer(torch.nn.Module):
                 host.route(self.plan, logits, selection_bias, logit_bias, ids, weights)
         return ids, weights
 
-    def _launch(
+    def launch_into(
         self,
         x: Tensor,
         ids: Tensor,
@@ -212,16 +214,16 @@ class Layer(torch.nn.Module):
         parameters: tuple[Tensor | None, ...],
         shared_gate_logits: Tensor | None,
         out: Tensor,
+        memory: Tensor,
+        ctas: int | None = None,
     ) -> None:
-        """schedule and forward on the current stream of x's device."""
-        kernels, device, address = self._kernels(), x.device, self.error_words.address
-        with _on(device):
-            memory = workspace.take(self.program.layout.num_bytes, device)
-            kernels.schedule(ids, memory, address)
-            if self._checked:
-                self._check_ids(device)
-            ctas = self.ctas or num_sms(device)
-            kernels.forward(x, weights, parameters, shared_gate_logits, out, memory, ctas, self.wait_limit_ns, address)
+        """schedule and forward of checked arguments on the current stream, into `out` and workspace `memory`."""
+        kernels, address = self._kernels(), self.error_words.address
+        kernels.schedule(ids, memory, address)
+        if self._checked:
+            self._check_ids(x.device)
+        ctas = ctas or self.ctas or num_sms(x.device)
+        kernels.forward(x, weights, parameters, shared_gate_logits, out, memory, ctas, self.wait_limit_ns, address)
 
     def _check_ids(self, device: torch.device) -> None:
         """`checks: checked`: wait for the schedule and raise before anything is computed from a wrong id."""
@@ -235,7 +237,7 @@ class Layer(torch.nn.Module):
         if self.error_words.words[ID_FLAG]:
             self._raise_recorded("this call")
 
-    def _run_on_host(
+    def execute_into(
         self,
         x: Tensor,
         ids: Tensor,
@@ -243,13 +245,20 @@ class Layer(torch.nn.Module):
         parameters: tuple[Tensor | None, ...],
         shared_gate_logits: Tensor | None,
         out: Tensor,
-    ) -> None:
+        interleaving: int | None = None,
+    ) -> dict[str, Tensor]:
+        """The same on the CPU executor: in ticket order, or in the seeded interleaving given. Returns the regions."""
         host.record_wrong_ids(ids, self.layer.num_experts, self.error_words)
         if self._checked and self.error_words.words[ID_FLAG]:
             self._raise_recorded("this call")
-        host.forward(
-            self.plan, x, ids, weights, dict(zip(PARAMETERS, parameters, strict=True)), shared_gate_logits, out
-        )
+        tensors = {
+            "x": x,
+            "ids": ids,
+            "topk_weights": weights,
+            **dict(zip(PARAMETERS, parameters, strict=True)),
+            "shared_gate_logits": shared_gate_logits,
+        }
+        return host.forward(self.plan, tensors, out, interleaving)
 
     def _kernels(self) -> Launcher:
         if self.launcher is None:

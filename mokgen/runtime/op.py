@@ -27,7 +27,7 @@ FORWARD_SCHEMA = (
 ROUTE_SCHEMA = "moe_route(str layer, Tensor logits, Tensor? selection_bias, Tensor? logit_bias) -> (Tensor, Tensor)"
 
 # Definitions live as long as this object.
-LIBRARY = torch.library.Library("mokgen", "FRAGMENT")
+LIBRARY = torch.library.Library("mokgen", "FRAGMENT")  # type: ignore[no-untyped-call]
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 LIBRARY.define(FORWARD_SCHEMA, tags=_TAGS)  # type: ignore[no-untyped-call]
 LIBRARY.define(ROUTE_SCHEMA, tags=_TAGS)  # type: ignore[no-untyped-call]
