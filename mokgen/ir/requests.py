@@ -35,8 +35,8 @@ class TileConfig:
 class TileSpace:
     """The tiles of a task kind: row blocks of `rows` by column tiles.
 
-    `rows` names a run-time count of row blocks: "row_blocks" (pool rows, one segment per expert), "shared_blocks" (tokens
-    in blocks of `tile_rows`) or "token_blocks" (the same for the reduction).
+    `rows` names a run-time count of row blocks: "row_blocks" (pool rows, one segment per expert), "shared_blocks"
+    (tokens in blocks of `tile_rows`) or "token_blocks" (the same for the reduction).
     """
 
     rows: str
@@ -62,7 +62,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Step:
-    """One entry of the op x role matrix: `role` works on the task by `call` ("stage.function" of the device library)."""
+    """One entry of the op x role matrix: `role` works on the task by `call`, a function of the device library."""
 
     role: str
     call: str

@@ -1,1 +1,1 @@
-"""StageGraph to LayerPlan: tiles, tasks, regions, roles, pipelines and launch numbers as plain data. No torch, no cutlass."""
+"""StageGraph to LayerPlan: tiles, tasks, regions, roles, pipelines, launch numbers as plain data. No torch."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from mokgen.errors import PlanError
 from mokgen.ir.requests import Access, Argument, Step, TileConfig, TileSpace
@@ -18,10 +18,21 @@ from mokgen.lower.layer import ResolvedLayer
 PLAN_FORMAT = 1
 
 
+class Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+T = TypeVar("T", bound=Named)
+
+
 @dataclass(frozen=True)
 class Count:
-    """factor * product of run-time quantities. Quantities: "row_blocks" (routed row blocks of the call), "shared_blocks",
-    "token_blocks", "slab_width" (column tiles of the task's slab)."""
+    """factor * product of run-time quantities.
+
+    Quantities: "row_blocks" (routed row blocks of the call), "shared_blocks", "token_blocks", "slab_width" (column
+    tiles of the task's slab).
+    """
 
     factor: int
     quantities: tuple[str, ...] = ()
@@ -59,7 +70,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Signal:
-    """A task adds `amount` to counter[index] in all: one for each `unit` of `role`, once that unit's writes are visible.
+    """A task adds `amount` to counter[index]: one for each `unit` of `role`, once that unit's writes are visible.
 
     A deferred signal may be sent as late as the end of the unit's next task, if that is of the same kind.
     """
@@ -105,7 +116,7 @@ class Phase:
 class Queue:
     """Tasks handed out by one ticket counter, in the order of its phases.
 
-    `claimers` are roles that take tickets; each entry of `after` names the queue whose tasks the claimer works on first.
+    `claimers` are roles that take tickets; `after` names for each the queue whose tasks it works on first.
     """
 
     name: str
@@ -165,8 +176,11 @@ class WarpRole:
 
 @dataclass(frozen=True)
 class Party:
-    """Who arrives: each "thread", "warp" or "group" (warpgroup) of a role, each "thread_of_group" of one warpgroup, or "one"
-    thread of the role."""
+    """Who arrives.
+
+    unit: each "thread", "warp" or "group" (warpgroup) of the role, each "thread_of_group" of one of its warpgroups, or
+    "one" thread of the role.
+    """
 
     role: str
     unit: str
@@ -213,7 +227,7 @@ class Constant:
 
 @dataclass(frozen=True)
 class Choice:
-    """A knob of the plan: the value taken, whether the spec set it, and the reason or the numbers behind the default."""
+    """A knob: the value taken, whether the spec set it, and the reason or the numbers behind the default."""
 
     name: str
     value: int
@@ -316,7 +330,7 @@ class LayerPlan:
         return cls.from_dict(data)
 
 
-def _named(items: tuple[Any, ...], name: str, what: str) -> Any:
+def _named(items: tuple[T, ...], name: str, what: str) -> T:
     for item in items:
         if item.name == name:
             return item

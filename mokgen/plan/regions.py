@@ -77,7 +77,7 @@ def align_up(value: int, to: int) -> int:
 
 
 def shared_memory(tiles: TileConfig, barriers: int, arch: ArchTraits) -> tuple[tuple[SharedRegion, ...], int]:
-    """Shared memory of a CTA of the forward kernel, and its total; ResourceError with the table where it does not fit."""
+    """Shared memory of a CTA of the forward kernel, and its total; ResourceError where that does not fit."""
     a_row, b_row = tiles.tile_k * BF16_BYTES, tiles.tile_k * BF16_BYTES
     wanted = (
         ("operand_a", tiles.stages * tiles.tile_m * a_row, OPERAND_ALIGN, f"A ({tiles.tile_m}, {tiles.tile_k}) bf16"),

@@ -17,7 +17,7 @@ LOAD_REGISTERS = 56
 
 
 def forward_roles(tiles: TileConfig) -> tuple[WarpRole, ...]:
-    """A load warpgroup of single-warp roles, all of which gather rows, and a consumer warpgroup per 64 rows of the tile."""
+    """A load warpgroup of small roles, all of which gather rows, and a consumer warpgroup per 64 rows of the tile."""
     counts = (
         (LOAD, 1, LOAD_REGISTERS),
         (SCHEDULER, 1, LOAD_REGISTERS),

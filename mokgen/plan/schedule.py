@@ -1,4 +1,4 @@
-"""make_plan: from the stage graph to the plan of every launch. Assembles; each decision lives in the file named for it."""
+"""make_plan: from the stage graph to the plan of every launch. Assembles; decisions live in files named for them."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ def _counter_order(request: TaskRequest) -> tuple[bool, int]:
 
 
 def make_queues(requests: tuple[TaskRequest, ...], depth: Mapping[str, int]) -> tuple[Queue, ...]:
-    """Phases in order of the longest path from the inputs; the kinds of a phase by priority, slab by slab where sliced."""
+    """Phases in order of the longest path from the inputs; the kinds of a phase by priority."""
     queues = []
     for name in dict.fromkeys(request.queue for request in sorted(requests, key=lambda entry: depth[entry.name])):
         members = [request for request in requests if request.queue == name]

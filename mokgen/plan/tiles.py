@@ -49,8 +49,10 @@ def out_chunk_bytes() -> int:
 
 
 def schedule_shared_bytes(experts: int, warps: int) -> int:
-    """Shared memory of a schedule CTA: counts per warp and bin (one more than experts, for routes that go nowhere), four
-    tables over the experts, two over the warps, and up to 16 bytes of alignment for each of six of them."""
+    """Shared memory of a schedule CTA: counts per warp and bin, four tables over the experts, two over the warps.
+
+    There is a bin more than experts, for routes that go nowhere; six of the tables may need 16 bytes of alignment.
+    """
     return 4 * (warps * (experts + 1) + 2 * experts + 2 * (experts + 1) + 2 * 32 + 1) + 6 * 16
 
 

@@ -80,9 +80,9 @@ def requests(layer: ResolvedLayer, tiles: TileConfig) -> StageRequest:
         signal_unit="group",
         deferred=True,
     )
-    arguments = (Argument("x", "bf16", ("T", layer.hidden_size)),)
-    arguments += tuple(Argument(weight.name, weight.dtype, weight.shape) for weight in weight_refs(layer))
-    return StageRequest(regions=(region,), tasks=(task,), arguments=arguments)
+    x = Argument("x", "bf16", ("T", layer.hidden_size))
+    weights = tuple(Argument(weight.name, weight.dtype, weight.shape) for weight in weight_refs(layer))
+    return StageRequest(regions=(region,), tasks=(task,), arguments=(x, *weights))
 
 
 def gathered_rows(x_TH: torch.Tensor, token: torch.Tensor) -> torch.Tensor:

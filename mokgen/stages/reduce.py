@@ -1,7 +1,7 @@
 """reduce: weighted sum over a token's slots, plus the shared expert, to out (T, H) bf16.
 
-fp32, shared expert first, then slots in slot order, one rounding. Slots without a route are left out by selection: their
-weights and any NaN in them reach no result.
+fp32, shared expert first, then slots in slot order, one rounding. Slots without a route are left out by selection:
+their weights and any NaN in them reach no result.
 """
 
 from __future__ import annotations

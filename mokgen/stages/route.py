@@ -66,7 +66,9 @@ def in_kept_group(choice_TE: torch.Tensor, router: RouterLayer) -> torch.Tensor:
     """Boolean (T, E): the expert is in one of the best `top_groups` groups."""
     import torch
 
-    grouped = choice_TE.unflatten(-1, (router.groups, -1))  # (T, groups, E / groups)
+    grouped = choice_TE.view(
+        len(choice_TE), router.groups, choice_TE.shape[-1] // router.groups
+    )  # (T, groups, E / groups)
     grouped = torch.where(grouped.isnan(), -torch.inf, grouped)
     if router.group_score == "top2_sum":
         group_scores = grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1)
