@@ -70,19 +70,17 @@ def kernel(ids: cute.Tensor, id_words: Int32, workspace: cute.Tensor, error_addr
     )
     counts = schedule.allocate_counts(SmemAllocator(), SHAPE)
     place = schedule.here(routes, SHAPE)
+    schedule.open_mailbox(counts, place, SHAPE)
     schedule.clear_counters(tables, place, SHAPE)
     schedule.count_part(routes, counts, tables, place, SHAPE)
     cute.arch.sync_threads()
+    cute.arch.cluster_wait()  # every CTA's mailbox is open
     schedule.sum_warps(counts, place, SHAPE)
-    cute.arch.cluster_arrive()  # this CTA's counts are there for its peers
-    cute.arch.cluster_wait()
     schedule.sum_ctas(counts, place, SHAPE)
     schedule.report_invalid(routes, counts, error_address, place, SHAPE)
-    cute.arch.cluster_arrive()  # this CTA has read its peers' counts
     schedule.start_experts(counts, place, SHAPE)
     schedule.write_blocks(counts, tables, place, SHAPE)
     schedule.place_routes(routes, counts, tables, place, SHAPE)
-    cute.arch.cluster_wait()  # a CTA's shared memory lives until its peers have read it
 
 
 # ---- launch

@@ -16,6 +16,7 @@ from mokgen.lower.layer import RouterLayer
 LANES = 32
 MAX_WARPS = 32
 SMEM_BYTES = 232448 - 1024  # of a CTA on sm_90a, less what the launch itself may take
+ALIGNMENT_SLACK = 8 * 16  # eight allocations, aligned to 16 bytes
 BATCH_ROUTES = 4  # ids in flight per lane: hides the latency of a load behind the counting of the others
 ROUTES_PER_CLUSTER = 65536  # a second cluster pays once placing this many rows takes longer than a launch
 MAX_CLUSTERS = 4
@@ -39,23 +40,24 @@ class ScheduleLaunch:
         return LANES * self.num_warps
 
 
-def schedule_smem_bytes(num_experts: int, num_warps: int) -> int:
-    """Shared memory of a schedule CTA: counts per warp and bin, four tables over the experts, two over the warps."""
-    return 4 * (num_warps * (num_experts + 1) + 2 * num_experts + 2 * (num_experts + 1) + 2 * LANES + 1) + 6 * 16
+def schedule_smem_bytes(num_experts: int, num_warps: int, cluster_ctas: int) -> int:
+    """Shared memory of a schedule CTA: per bin a count of every warp and every CTA and three sums; two tables of 32."""
+    bins = num_experts + 1
+    return 4 * ((num_warps + cluster_ctas + 2) * bins + num_experts + 2 * LANES) + 8 + ALIGNMENT_SLACK
 
 
-def schedule_launch(num_experts: int, max_routes: int, cluster_ctas: int = 16) -> ScheduleLaunch:
-    """Launch numbers derived from the layer; as many warps as the counts leave room for."""
-    warps = MAX_WARPS
-    while warps > 1 and schedule_smem_bytes(num_experts, warps) > SMEM_BYTES:
-        warps //= 2
-    if schedule_smem_bytes(num_experts, warps) > SMEM_BYTES:
-        raise UnsupportedError(
-            f"the schedule kernel counts {num_experts} experts in shared memory, which does not hold that many",
-            where="experts.num",
-        )
-    clusters = max(1, min(MAX_CLUSTERS, max_routes // ROUTES_PER_CLUSTER))
-    return ScheduleLaunch(clusters, cluster_ctas, warps, BATCH_ROUTES)
+def schedule_launch(num_experts: int, max_routes: int) -> ScheduleLaunch:
+    """Launch numbers derived from the layer: the most warps, then CTAs, whose counts fit into shared memory."""
+    shapes = [(ctas, warps) for ctas in (16, 8) for warps in (32, 16, 8)]
+    shapes += [(ctas, warps) for ctas in (4, 2, 1) for warps in (8, 4, 2, 1)]
+    for ctas, warps in shapes:
+        if schedule_smem_bytes(num_experts, warps, ctas) <= SMEM_BYTES:
+            clusters = max(1, min(MAX_CLUSTERS, max_routes // ROUTES_PER_CLUSTER))
+            return ScheduleLaunch(clusters, ctas, warps, BATCH_ROUTES)
+    raise UnsupportedError(
+        f"the schedule kernel counts {num_experts} experts in shared memory, which does not hold that many",
+        where="experts.num",
+    )
 
 
 def schedule_context(

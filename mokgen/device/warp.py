@@ -84,16 +84,6 @@ def max_float(value: Float32):
     return largest
 
 
-@cute.jit
-def read_peer(word: cute.Pointer, cta: Int32):
-    """An int32 in the shared memory of CTA `cta` of the cluster; `word` points to the same place in the own."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 peer; mapa.shared::cluster.u32 peer, {$r0}, {$r1}; ld.shared::cluster.b32 {$w0}, [peer]; }",
-        write_only_types=[Int32],
-        read_only_args=[word.toint(), cta],
-    )
-
-
 def registers_for(width: int) -> int:
     """Registers per lane that hold `width` values, value i in lane i % 32."""
     return (width + WARP_LANES - 1) // WARP_LANES

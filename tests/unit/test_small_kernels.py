@@ -117,10 +117,12 @@ def test_what_a_router_does_not_do_leaves_no_line() -> None:
 @pytest.mark.parametrize("num_experts", [1, 7, 32, 256, 512, 1000, 3000, 8000])
 def test_schedule_counts_fit_into_shared_memory(num_experts: int) -> None:
     launch = small_kernels.schedule_launch(num_experts, 65536)
-    assert 1 <= launch.num_warps <= 32
-    assert small_kernels.schedule_smem_bytes(num_experts, launch.num_warps) <= small_kernels.SMEM_BYTES
+    assert 1 <= launch.num_warps <= 32 and launch.threads == 32 * launch.num_warps
+    used = small_kernels.schedule_smem_bytes(num_experts, launch.num_warps, launch.cluster_ctas)
+    assert used <= small_kernels.SMEM_BYTES
     if launch.num_warps < 32:
-        assert small_kernels.schedule_smem_bytes(num_experts, 2 * launch.num_warps) > small_kernels.SMEM_BYTES
+        more = small_kernels.schedule_smem_bytes(num_experts, 2 * launch.num_warps, launch.cluster_ctas)
+        assert more > small_kernels.SMEM_BYTES
 
 
 def test_more_experts_than_shared_memory_counts_are_refused() -> None:

@@ -5,6 +5,9 @@ cluster; a warp counts its part expert by expert and so knows each route's rank 
 lower warps and lower CTAs counted turns ranks into rows. Every sum has a fixed order and no atomic is used, so the
 tables are the same in every run. Several clusters may run: all of them count everything, each places its share, and
 none waits for another.
+
+The CTAs of a cluster send each other their counts by asynchronous stores that complete on the receiver's mbarrier: the
+only cluster barrier comes first, while there is nothing to order, since a releasing one waits for all global stores.
 """
 
 from typing import NamedTuple
@@ -54,12 +57,13 @@ class Counts(NamedTuple):
     """Shared memory of one CTA (all int32). Bin E takes routes that go nowhere."""
 
     part: cute.Tensor  # (warps, E + 1): routes per bin of each warp's part, later the sum over lower warps
-    cta: cute.Tensor  # (E,): routes per expert of this CTA, read by the other CTAs of the cluster
+    ctas: cute.Tensor  # (cluster_ctas, E + 1): routes per expert of each CTA; bin E: its first invalid route
+    arrived: cute.Pointer  # mbarrier that completes when all of `ctas` is there
     total: cute.Tensor  # (E,): routes per expert
     start: cute.Tensor  # (E + 1,): first row block of each expert
     base: cute.Tensor  # (E + 1,): first row of this CTA's routes of each expert
     scan: cute.Tensor  # (32,): warp sums of the prefix over experts
-    invalid: cute.Tensor  # (33,): first invalid route of each warp's part; word 32: of this CTA
+    invalid: cute.Tensor  # (32,): first invalid route of each warp's part
 
 
 class Place(NamedTuple):
@@ -89,12 +93,15 @@ def allocate_counts(smem, shape: Constexpr):
     bins = shape.num_experts + 1
     return Counts(
         part=smem.allocate_tensor(Int32, cute.make_layout((shape.warps, bins), stride=(bins, 1)), byte_alignment=16),
-        cta=smem.allocate_tensor(Int32, cute.make_layout(shape.num_experts), byte_alignment=16),
+        ctas=smem.allocate_tensor(
+            Int32, cute.make_layout((shape.cluster_ctas, bins), stride=(bins, 1)), byte_alignment=16
+        ),
+        arrived=smem.allocate_array(Int64, 1, byte_alignment=8),
         total=smem.allocate_tensor(Int32, cute.make_layout(shape.num_experts), byte_alignment=16),
         start=smem.allocate_tensor(Int32, cute.make_layout(bins), byte_alignment=16),
         base=smem.allocate_tensor(Int32, cute.make_layout(bins), byte_alignment=16),
         scan=smem.allocate_tensor(Int32, cute.make_layout(LANES), byte_alignment=16),
-        invalid=smem.allocate_tensor(Int32, cute.make_layout(LANES + 1), byte_alignment=16),
+        invalid=smem.allocate_tensor(Int32, cute.make_layout(LANES), byte_alignment=16),
     )
 
 
@@ -200,8 +207,26 @@ def count_part(ids: Ids, counts: Counts, tables: Tables, place: Place, shape: Co
 
 
 @cute.jit
+def open_mailbox(counts: Counts, place: Place, shape: Constexpr):
+    """Make `counts.arrived` expect the counts of all CTAs, and tell the cluster. A CTA sends after `cluster_wait`."""
+    if place.thread == 0:
+        cute.arch.mbarrier_init(counts.arrived, 1)
+        cute.arch.mbarrier_init_fence()
+        cute.arch.mbarrier_arrive_and_expect_tx(counts.arrived, 4 * shape.cluster_ctas * (shape.num_experts + 1))
+    cute.arch.cluster_arrive_relaxed()
+
+
+@cute.jit
+def send(counts: Counts, bin: Int32, value: Int32, place: Place, shape: Constexpr):
+    """One of this CTA's counts to every CTA of the cluster, itself among them."""
+    own = counts.ctas.iterator + (place.cta * (shape.num_experts + 1) + bin)
+    for c in range_constexpr(shape.cluster_ctas):
+        cute.arch.store_async_dsmem(own, value, counts.arrived, Int32(c))
+
+
+@cute.jit
 def sum_warps(counts: Counts, place: Place, shape: Constexpr):
-    """Turn each warp's counts into the sum over lower warps; the sum over all is the CTA's count."""
+    """Turn each warp's counts into the sum over lower warps, and send the sum over all to the cluster."""
     threads = shape.warps * LANES
     for expert in cutlass.range(place.thread, shape.num_experts, threads, unroll=1):
         routes = [counts.part[w, expert] for w in range(shape.warps)]
@@ -209,25 +234,29 @@ def sum_warps(counts: Counts, place: Place, shape: Constexpr):
         for w in range_constexpr(shape.warps):
             counts.part[w, expert] = running
             running = running + routes[w]
-        counts.cta[expert] = running
-    if place.warp == 0:
+        send(counts, expert, running, place, shape)
+    if place.warp == shape.warps - 1:
         invalid = Int32(NO_INVALID)
         if place.lane < shape.warps:
             invalid = counts.invalid[place.lane]
         invalid = warp.min_int(invalid)
         if place.lane == 0:
-            counts.invalid[LANES] = invalid
+            send(counts, Int32(shape.num_experts), invalid, place, shape)
 
 
 @cute.jit
 def sum_ctas(counts: Counts, place: Place, shape: Constexpr):
-    """Routes per expert over all CTAs, and in `base` the routes of lower CTAs. Every CTA computes this for itself."""
+    """Routes per expert over all CTAs, and in `base` the routes of lower CTAs. Every CTA computes this for itself.
+
+    A CTA that has received everything needs its peers no more, and they nothing of it but what is under way to them.
+    """
+    cute.arch.mbarrier_wait(counts.arrived, 0)
     for expert in cutlass.range(place.thread, shape.num_experts, shape.warps * LANES, unroll=1):
-        routes = [warp.read_peer(counts.cta.iterator + expert, Int32(c)) for c in range(shape.cluster_ctas)]
         total, lower = Int32(0), Int32(0)
         for c in range_constexpr(shape.cluster_ctas):
-            lower = lower + (routes[c] if c < place.cta else Int32(0))
-            total = total + routes[c]
+            routes = counts.ctas[c, expert]
+            lower = lower + (routes if c < place.cta else Int32(0))
+            total = total + routes
         counts.total[expert] = total
         counts.base[expert] = lower
 
@@ -310,12 +339,12 @@ def place_routes(ids: Ids, counts: Counts, tables: Tables, place: Place, shape: 
 def report_invalid(ids: Ids, counts: Counts, error_address: Int64, place: Place, shape: Constexpr):
     """Record the first id outside [-1, E) in the pinned words [flag, token, slot, low, high], unless one stands there.
 
-    The flag is written last, so that who sees it sees the rest. Called before the peers may leave.
+    The flag is written last, so that who sees it sees the rest.
     """
     if place.cluster == 0 and place.cta == 0 and place.warp == 0:
         route = Int32(NO_INVALID)
         if place.lane < shape.cluster_ctas:
-            route = warp.read_peer(counts.invalid.iterator + LANES, place.lane)
+            route = counts.ctas[place.lane, shape.num_experts]
         route = warp.min_int(route)
         if place.lane == 0 and route != NO_INVALID and error_address != 0:
             record = cute.make_ptr(Int32, error_address, AddressSpace.gmem, assumed_align=4)
