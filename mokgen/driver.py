@@ -219,6 +219,8 @@ def compile_and_publish(
             raise CompileError(
                 [Diagnostic(item.what, item.where, hint + item.hint) for item in error.diagnostics]
             ) from None
+        launch_order = [kernel.name for kernel in prepared.plan.kernels]
+        reports = tuple(sorted(reports, key=lambda report: launch_order.index(report.kernel)))
         (work / REPORT_NAME).write_text(report_text(prepared, reports), encoding="utf-8")
         modules = key.device_modules(prepared.kernels.values())
         manifest = Manifest(
