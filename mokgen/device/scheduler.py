@@ -37,12 +37,36 @@ class Ring(NamedTuple):
     slots: Constexpr
 
 
-class RowBlocks(NamedTuple):
-    """The schedule's tables that task decoding reads."""
+class RowTables(NamedTuple):
+    """The schedule's tables over the pool: what decodes a task and where a row comes from."""
 
     start: cute.Tensor  # (E + 1,) int32: prefix of row blocks per expert
     expert: cute.Tensor  # (B_MAX,) int32
-    rows: cute.Tensor  # (B_MAX,) int32
+    rows: cute.Tensor  # (B_MAX,) int32: rows of the block that are not padding
+    token: cute.Tensor  # (P_MAX,) int32: token of each row, -1 for padding
+
+
+def read_tables(workspace, offsets: tuple, num_experts: int, max_blocks: int, max_rows: int) -> RowTables:
+    """The tables at byte offsets (start, expert, rows, token) of the workspace."""
+    sizes = (num_experts + 1, max_blocks, max_blocks, max_rows)
+    return RowTables(*(sync.words(workspace, offset, size) for offset, size in zip(offsets, sizes, strict=True)))
+
+
+@cute.jit
+def make_ring(smem, slots: Constexpr[int], full: Constexpr[int], empty: Constexpr[int]):
+    """A ring of `slots` records in shared memory; `full` and `empty` are the arrivals of its barriers."""
+    records = smem.allocate_tensor(Int32, cute.make_layout((RECORD_WORDS, slots)), byte_alignment=16)
+    return Ring(records, sync.make_barriers(smem, slots, full), sync.make_barriers(smem, slots, empty), slots)
+
+
+def gathers(kind):
+    """Whether a task's rows are gathered by all load warps; such tasks come before all others in ticket order."""
+    return (kind == SHARED_FC1) | (kind == FC1)
+
+
+def is_shared(kind):
+    """1 for tasks of the shared expert, 0 for routed ones: the index of their MLP's maps."""
+    return Int32((kind == SHARED_FC1) | (kind == SHARED_FC2))
 
 
 @cute.jit
@@ -74,7 +98,13 @@ def publish(ring: Ring, count: Int32, task: Task, lane: Int32):
 
 
 @cute.jit
-def routed_tile(item: Int32, kind: Int32, col_tiles: Int32, first_col_tile: Int32, blocks: RowBlocks):
+def blocks_of(tokens: Int32, tile_m: Constexpr[int]):
+    """Row blocks that the tokens themselves fill: the shared expert's rows."""
+    return (tokens + (tile_m - 1)) // tile_m
+
+
+@cute.jit
+def routed_tile(item: Int32, kind: Int32, col_tiles: Int32, first_col_tile: Int32, blocks: RowTables):
     """Tile `item` of a routed phase: expert-major, inside an expert row blocks fastest, then column tiles."""
     expert = blocks.expert[item // col_tiles]
     start = blocks.start[expert]
@@ -88,7 +118,7 @@ def routed_tile(item: Int32, kind: Int32, col_tiles: Int32, first_col_tile: Int3
 @cute.jit
 def shared_tile(item: Int32, kind: Int32, first_col_tile: Int32, tokens: Int32, tile_m: Constexpr[int]):
     """Tile `item` of a shared-expert phase: rows are the tokens, row blocks fastest."""
-    count = (tokens + (tile_m - 1)) // tile_m
+    count = blocks_of(tokens, tile_m)
     col_tile = item // count
     row_block = item - col_tile * count
     rows = tokens - row_block * tile_m

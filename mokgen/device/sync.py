@@ -57,10 +57,14 @@ def claim(ticket: cute.Pointer, lane: Int32):
 
 
 @cute.jit
-def init_barriers(barriers: cute.Pointer, count: Constexpr[int], arrivals: Constexpr[int]):
-    """Initialise `count` mbarriers that expect `arrivals` arrivals a phase. Called by one thread."""
-    for i in range_constexpr(count):
-        cute.arch.mbarrier_init(barriers + i, arrivals)
+def make_barriers(smem, count: Constexpr[int], arrivals: Constexpr[int]):
+    """`count` mbarriers in shared memory that expect `arrivals` arrivals a phase; one thread of warp 0 initialises them."""
+    barriers = smem.allocate_array(Int64, count)
+    if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
+        with cute.arch.elect_one():
+            for i in range_constexpr(count):
+                cute.arch.mbarrier_init(barriers + i, arrivals)
+    return barriers
 
 
 @cute.jit

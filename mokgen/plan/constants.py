@@ -11,9 +11,7 @@ from mokgen.stages.base import TILE_ROWS
 
 LAYER = "layer"
 PLAN = "plan"
-WARPS = "warps and registers"
-ARRIVALS = "arrivals per mbarrier phase"
-COMPLETE = "arrivals that make a counter complete"
+ARRIVALS = "arrivals that complete an mbarrier phase or a counter"
 REGIONS = "workspace regions: byte offsets"
 COUNTERS = "counters: word offsets"
 SLOTS_IN_FLIGHT = 8  # rows a reduce warp asks for before it adds the first: covers the latency of a load
@@ -149,10 +147,8 @@ def forward_constants(
 ) -> tuple[Constant, ...]:
     return (
         *layer_constants(layer),
-        *section(PLAN, tile_constants(layer, tiles, kinds) | row_constants(regions)),
-        *section(WARPS, warp_constants(roles)),
-        *section(ARRIVALS, arrival_constants(pipelines)),
-        *section(COMPLETE, complete_constants(kinds)),
+        *section(PLAN, tile_constants(layer, tiles, kinds) | row_constants(regions) | warp_constants(roles)),
+        *section(ARRIVALS, arrival_constants(pipelines) | complete_constants(kinds)),
         *region_constants(regions, workspace_bytes),
         *section(COUNTERS, counter_constants(counters, regions)),
     )

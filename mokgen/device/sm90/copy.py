@@ -7,7 +7,7 @@ arrival per gathering thread and one with the TMA byte count; where TMA brings A
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import AddressSpace, BFloat16, Constexpr, Int32, Int64, range_constexpr
+from cutlass import AddressSpace, BFloat16, Boolean, Constexpr, Int32, Int64, const_expr, range_constexpr
 from cutlass.cute.nvgpu import cpasync
 
 from mokgen.device import sync
@@ -28,56 +28,59 @@ class Stages(NamedTuple):
     count: Constexpr
 
 
-@cute.jit
-def gather_offsets(offsets: cute.Tensor, row_token: cute.Tensor, first_row: Int32, row_chunks: Constexpr[int], tid: Int32):
-    """Source offset (in 16-byte chunks) of this thread's rows of a row block; returns the bit mask of rows that exist.
+class Gather(NamedTuple):
+    """This thread's eight rows of a row block: thread t copies chunk t % 8 of rows t // 8 + 16 i."""
 
-    Thread t copies chunk t % 8 of rows t // 8 + 16 i. A row whose token is -1 is padding: it is written as zero and
-    nothing is read.
-    """
-    row = tid // 8
+    source: Int64  # address of the row-major source
+    offsets: cute.Tensor  # (8,) int32: the thread's chunk of each row, in chunks from the source
+    valid: Int32  # bit i: row i exists; other rows become zero without a read
+    row_chunks: Constexpr  # chunks of a source row
+    tid: Int32
+
+
+@cute.jit
+def gather(source: cute.Tensor, row_token: cute.Tensor, first_row: Int32, row_chunks: Constexpr[int], tid: Int32):
+    """Rows first_row.. of the pool: source row row_token[r], none where that is -1."""
+    return gather_either(source, row_token, None, first_row, row_chunks, tid)
+
+
+@cute.jit
+def gather_either(
+    source: cute.Tensor,
+    row_token: cute.Tensor,
+    in_order: Boolean | None,
+    first_row: Int32,
+    row_chunks: Constexpr[int],
+    tid: Int32,
+):
+    """As `gather`, but where `in_order` holds source rows first_row.. themselves, as far as there are any."""
+    offsets = cute.make_rmem_tensor(ROWS_PER_THREAD, Int32)
     valid = Int32(0)
     for i in range_constexpr(ROWS_PER_THREAD):
-        token = row_token[first_row + row + 16 * i]
+        row = first_row + tid // 8 + 16 * i
+        token = Int32(-1)
+        if const_expr(in_order is None):
+            token = row_token[row]
+        else:
+            if not in_order:
+                token = row_token[row]
+            elif row < source.shape[0]:
+                token = row
         if token >= 0:
             valid = valid | (1 << i)
         else:
             token = Int32(0)
         offsets[i] = token * row_chunks + tid % 8
-    return valid
+    return Gather(source.iterator.toint(), offsets, valid, row_chunks, tid)
 
 
 @cute.jit
-def token_offsets(offsets: cute.Tensor, tokens: Int32, first_row: Int32, row_chunks: Constexpr[int], tid: Int32):
-    """The same where row r is token r: the shared expert's rows."""
-    row = tid // 8
-    valid = Int32(0)
-    for i in range_constexpr(ROWS_PER_THREAD):
-        token = first_row + row + 16 * i
-        if token < tokens:
-            valid = valid | (1 << i)
-        else:
-            token = Int32(0)
-        offsets[i] = token * row_chunks + tid % 8
-    return valid
-
-
-@cute.jit
-def gather_rows(
-    stages: Stages,
-    stage: Int32,
-    source: Int64,
-    offsets: cute.Tensor,
-    valid: Int32,
-    k_block: Int32,
-    row_chunks: Constexpr[int],
-    tid: Int32,
-):
+def gather_rows(stages: Stages, stage: Int32, rows: Gather, k_block: Int32):
     """Copy this thread's eight chunks of K block `k_block` into A of `stage` and arrive when they have landed."""
-    row, chunk = tid // 8, tid % 8
+    row, chunk = rows.tid // 8, rows.tid % 8
     target = stages.a_address + stage * STAGE_A_BYTES + row * 128 + ((chunk ^ (row & 7)) << 4)
-    live = valid
-    if k_block * 8 + chunk >= row_chunks:
+    live = rows.valid
+    if k_block * 8 + chunk >= rows.row_chunks:
         live = Int32(0)
     for i in range_constexpr(ROWS_PER_THREAD):
         # the predicate is "ignore source": zero fill without a read
@@ -86,11 +89,19 @@ def gather_rows(
             "cp.async.cg.shared.global.L2::128B [{$r0}], [{$r1}], 16, skip; }",
             read_only_args=[
                 target + i * 2048,
-                source + Int64(offsets[i]) * CHUNK_BYTES + Int64(k_block) * (8 * CHUNK_BYTES),
+                rows.source + Int64(rows.offsets[i]) * CHUNK_BYTES + Int64(k_block) * (8 * CHUNK_BYTES),
                 live & (1 << i),
             ],
         )
     cute.arch.cp_async_mbarrier_arrive_noinc(stages.full + stage)
+
+
+@cute.jit
+def make_stages(smem, smem_a: cute.Tensor, count: Constexpr[int], full: Constexpr[int], empty: Constexpr[int]):
+    """Barriers of `count` stages, initialised for `full` and `empty` arrivals a phase."""
+    return Stages(
+        sync.make_barriers(smem, count, full), sync.make_barriers(smem, count, empty), smem_a.iterator.toint(), count
+    )
 
 
 @cute.jit
@@ -135,6 +146,16 @@ def view(pointer, shape: tuple[int, ...], stride: tuple[int, ...]):
     return cute.make_tensor(pointer, cute.make_layout(shape, stride=stride))
 
 
+def flat(tensor):
+    """A compact tensor as one mode."""
+    return view(tensor.iterator, (cute.size(tensor),), (1,))
+
+
+def allocate(smem, layout):
+    """A swizzled bf16 tensor in shared memory."""
+    return smem.allocate_tensor(BFloat16, layout.outer, byte_alignment=1024, swizzle=layout.inner)
+
+
 def region(workspace, offset: int, shape: tuple[int, int]):
     """Row-major bf16 matrix at byte `offset` of the workspace."""
     pointer = cute.make_ptr(BFloat16, workspace.iterator.toint() + offset, AddressSpace.gmem, assumed_align=1024)
@@ -160,12 +181,21 @@ def partition(tma: Tma, smem, box: tuple[int, int]) -> Partition:
     return Partition(tma.atom, gmem_boxes, smem_boxes)
 
 
-def load_tile(source: Partition, tile: tuple, slot, stages: Stages, stage):
-    """Start the copy of one box into `slot`; its bytes complete on the full barrier of `stage`."""
-    cute.copy(source.atom, source.gmem[(None, *tile)], source.smem[(None, slot)], tma_bar_ptr=stages.full + stage)
+@cute.jit
+def load_tile(sources: list, which: Int32, tile: tuple, slot: Int32, stages: Stages, stage: Int32):
+    """Start the copy of one box of sources[which] into `slot`; its bytes complete on the full barrier of `stage`."""
+    barrier = stages.full + stage
+    for i in range_constexpr(len(sources)):
+        if len(sources) == 1 or which == i:
+            source = sources[i]
+            cute.copy(source.atom, source.gmem[(None, *tile)], source.smem[(None, slot)], tma_bar_ptr=barrier)
 
 
-def store_tile(target: Partition, tile: tuple, slot):
-    """Start the store of the box in `slot` as one bulk group."""
-    cute.copy(target.atom, target.smem[(None, slot)], target.gmem[(None, *tile)])
+@cute.jit
+def store_tile(targets: list, which: Int32, tile: tuple, slot: Int32):
+    """Start the store of the box in `slot` to targets[which] as one bulk group."""
+    for i in range_constexpr(len(targets)):
+        if len(targets) == 1 or which == i:
+            target = targets[i]
+            cute.copy(target.atom, target.smem[(None, slot)], target.gmem[(None, *tile)])
     cute.arch.cp_async_bulk_commit_group()

@@ -15,6 +15,7 @@ from mokgen.device import sync
 from mokgen.device.sm90 import copy
 
 CHUNK_BYTES = 64 * 64 * 2
+CHUNK_SHAPE = (64, 64)
 CHUNKS = 2  # per warpgroup
 STEPS_PER_CHUNK = 4  # 16 columns a step
 GROUP_THREADS = 128
@@ -60,12 +61,12 @@ def open_chunk(output: Output):
 
 
 @cute.jit
-def close_chunk(output: Output, target: copy.Partition, row: Int32, column: Int32, chunk: Constexpr[int]):
-    """Make the chunk visible to the async proxy and start its store to box (row, column)."""
+def close_chunk(output: Output, targets: list, which: Int32, row: Int32, column: Int32, chunk: Constexpr[int]):
+    """Make the chunk visible to the async proxy and start its store to targets[which], box (row, column)."""
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=FIRST_BARRIER + output.group, number_of_threads=GROUP_THREADS)
     if output.warp == 0:
-        copy.store_tile(target, (row, column), output.group * CHUNKS + chunk % CHUNKS)
+        copy.store_tile(targets, which, (row, column), output.group * CHUNKS + chunk % CHUNKS)
 
 
 @cute.jit
@@ -84,11 +85,12 @@ def gated(
     alpha: Constexpr[float],
     clamp: Constexpr[float],
     output: Output,
-    target: copy.Partition,
+    targets: list,
+    which: Int32,
     row: Int32,
     column: Int32,
 ):
-    """Activation of the gate half (columns 0..127) and the up half (128..255), stored to boxes (row, column..+1)."""
+    """Activation of the gate half (columns 0..127) and the up half (128..255), stored to targets[which], boxes (row, column..+1)."""
     for chunk in range_constexpr(2):
         open_chunk(output)
         for step in range_constexpr(chunk * STEPS_PER_CHUNK, (chunk + 1) * STEPS_PER_CHUNK):
@@ -99,12 +101,12 @@ def gated(
                 high = activation(acc[a + 1], acc[a + 65], alpha, clamp)
                 words.append(pack(low, high))
             store_matrix(step_address(output, step), words)
-        close_chunk(output, target, row, column + chunk, chunk)
+        close_chunk(output, targets, which, row, column + chunk, chunk)
 
 
 @cute.jit
-def plain(acc: cute.Tensor, output: Output, target: copy.Partition, row: Int32, column: Int32):
-    """Round 64 x 256 accumulators to bf16, stored to boxes (row, column..+3)."""
+def plain(acc: cute.Tensor, output: Output, targets: list, which: Int32, row: Int32, column: Int32):
+    """Round 64 x 256 accumulators to bf16, stored to targets[which], boxes (row, column..+3)."""
     for chunk in range_constexpr(4):
         open_chunk(output)
         for step in range_constexpr(chunk * STEPS_PER_CHUNK, (chunk + 1) * STEPS_PER_CHUNK):
@@ -113,7 +115,7 @@ def plain(acc: cute.Tensor, output: Output, target: copy.Partition, row: Int32, 
                 a = 4 * (2 * step + (h >> 1)) + 2 * (h & 1)
                 words.append(pack(acc[a], acc[a + 1]))
             store_matrix(step_address(output, step), words)
-        close_chunk(output, target, row, column + chunk, chunk)
+        close_chunk(output, targets, which, row, column + chunk, chunk)
 
 
 @cute.jit
@@ -147,3 +149,32 @@ def add_bias(
             for half in range_constexpr(2):
                 a = part * 64 + 4 * group + 2 * half + odd
                 acc[a] = acc[a] + value
+
+
+@cute.jit
+def add_gate_up_bias(
+    acc: cute.Tensor,
+    bias: cute.Tensor,
+    expert: Int32,
+    col_tile: Int32,
+    intermediate_size: Constexpr[int],
+    column_stride: Constexpr[int],
+    half_stride: Constexpr[int],
+    lane: Int32,
+):
+    """Bias of 128 gate and 128 up columns; strides say where column j + 1 and the up half lie in an expert's 2I values."""
+    column = col_tile * 128
+    first = expert * (2 * intermediate_size) + column * column_stride
+    add_bias(acc, bias, first, column_stride, intermediate_size - column, 0, lane)
+    add_bias(acc, bias, first + half_stride, column_stride, intermediate_size - column, 1, lane)
+
+
+@cute.jit
+def add_down_bias(
+    acc: cute.Tensor, bias: cute.Tensor, expert: Int32, col_tile: Int32, hidden_size: Constexpr[int], lane: Int32
+):
+    """Bias of 256 output columns."""
+    column = col_tile * 256
+    first = expert * hidden_size + column
+    add_bias(acc, bias, first, 1, hidden_size - column, 0, lane)
+    add_bias(acc, bias, first + 128, 1, hidden_size - column - 128, 1, lane)

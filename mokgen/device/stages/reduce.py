@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Constexpr, Float32, Int32, Int64, range_constexpr
+from cutlass import Constexpr, Float32, Int32, Int64, const_expr, range_constexpr
+
+from mokgen.device.activations import sigmoid
 
 COLUMNS_PER_LANE = 8  # 16 bytes
 WARP_COLUMNS = 32 * COLUMNS_PER_LANE
@@ -21,6 +23,7 @@ class Shape(NamedTuple):
     top_k: Constexpr
     slab_columns: Constexpr
     slots_in_flight: Constexpr  # rows whose loads are issued before the first use
+    shared: Constexpr  # "none" | "plain" | "sigmoid": what the shared expert adds first
 
 
 class Rows(NamedTuple):
@@ -30,6 +33,8 @@ class Rows(NamedTuple):
     slot_row: cute.Tensor  # (T_MAX * K,) int32, -1: no route
     weights: cute.Tensor  # (T, K)
     out: cute.Tensor  # (T, H) bf16
+    shared_y: Int64 | None = None  # address of (tokens, H) bf16 where there is a shared expert
+    shared_gate: cute.Tensor | None = None  # (T,) fp32 gate logits where the shared expert has a gate
 
 
 @cute.jit
@@ -95,6 +100,16 @@ def add_slots(total: cute.Tensor, rows: Rows, token: Int32, column: Int32, shape
 
 
 @cute.jit
+def add_shared(total: cute.Tensor, rows: Rows, token: Int32, column: Int32, shape: Constexpr):
+    """total += the shared expert's row, times sigmoid of its gate logit where it has a gate."""
+    scale = Float32(1.0)
+    if const_expr(shape.shared == "sigmoid"):
+        scale = sigmoid(Float32(rows.shared_gate[token]))
+    address = rows.shared_y + (Int64(token) * shape.hidden_size + column) * 2
+    add_scaled(total, load_row_chunk(address, token), scale)
+
+
+@cute.jit
 def reduce_token(rows: Rows, token: Int32, slab: Int32, shape: Constexpr, lane: Int32):
     """One token's columns of a slab."""
     begin = slab * shape.slab_columns
@@ -106,5 +121,7 @@ def reduce_token(rows: Rows, token: Int32, slab: Int32, shape: Constexpr, lane: 
         if column < end:
             total = cute.make_rmem_tensor(COLUMNS_PER_LANE, Float32)
             total.fill(0.0)
+            if const_expr(shape.shared != "none"):
+                add_shared(total, rows, token, column, shape)
             add_slots(total, rows, token, column, shape)
             store_chunk(rows.out, token, column, total, shape.hidden_size)

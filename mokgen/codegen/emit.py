@@ -1,0 +1,69 @@
+"""Plan to text: one module per launch and the layer's test.
+
+Text depends on the plan and the stem alone, so equal plans give equal bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mokgen.codegen.context import FORWARD_TEMPLATE, forward_context, used_only
+from mokgen.codegen.small_kernels import ScheduleLaunch, route_context, schedule_context
+from mokgen.codegen.templates import render
+from mokgen.errors import UnsupportedError
+from mokgen.plan.model import LayerPlan
+
+TEST_NAME = "test_kernel.py"
+
+
+@dataclass(frozen=True)
+class SourceBundle:
+    """Generated text by file name, kernels in launch order."""
+
+    stem: str
+    files: dict[str, str]
+
+
+def emit(plan: LayerPlan, stem: str) -> SourceBundle:
+    """Text of every launch of the plan and of the layer's test. Raises TemplateError."""
+    makers = {"route": emit_route, "schedule": emit_schedule, "forward": emit_forward}
+    files = {}
+    for kernel in plan.kernels:
+        if kernel.name not in makers:
+            raise UnsupportedError(f"no template for the launch {kernel.name}", where="codegen")
+        files[f"{kernel.name}.py"] = makers[kernel.name](plan, stem)
+    files[TEST_NAME] = render(f"{TEST_NAME}.jinja", {"STEM": stem, "ARCH": plan.arch, "LAYER": plan.layer})
+    return SourceBundle(stem, files)
+
+
+def emit_forward(plan: LayerPlan, stem: str) -> str:
+    """Rendered twice: the first text tells which constants it names."""
+    context = forward_context(plan, stem)
+    text = render(FORWARD_TEMPLATE, context)
+    return render(FORWARD_TEMPLATE, context | {"SECTIONS": used_only(context["SECTIONS"], text)})
+
+
+def emit_route(plan: LayerPlan, stem: str) -> str:
+    return render("route.py.jinja", route_context(stem, plan.arch, plan.layer.num_experts, plan.layer.router))
+
+
+def emit_schedule(plan: LayerPlan, stem: str) -> str:
+    layer, kernel = plan.layer, plan.kernel("schedule")
+    numbers = {constant.name: int(constant.value) for constant in kernel.constants}
+    launch = ScheduleLaunch(
+        numbers["CLUSTERS"], numbers["CLUSTER_CTAS"], numbers["NUM_WARPS"], numbers["ROUTES_PER_LANE"]
+    )
+    context = schedule_context(
+        stem,
+        plan.arch,
+        num_experts=layer.num_local_experts,
+        top_k=layer.top_k,
+        max_tokens=layer.max_tokens,
+        tile_m=numbers["TILE_M"],
+        max_row_blocks=numbers["MAX_ROW_BLOCKS"],
+        offsets={region.name: region.offset for region in plan.regions},
+        counter_words=numbers["COUNTER_WORDS"],
+        workspace_bytes=plan.workspace_bytes,
+        launch=launch,
+    )
+    return render("schedule.py.jinja", context)
