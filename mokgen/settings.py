@@ -81,7 +81,7 @@ CACHE_DIR = Variable(
     False,
     "where artifacts are kept",
 )
-ARCH = Variable(
+ARCH: Variable[tuple[str, ...]] = Variable(
     "MOKGEN_ARCH", _names, tuple, "architectures with commas, as sm_90a", True, "replaces target.archs of every spec"
 )
 JOBS = Variable("MOKGEN_JOBS", _positive, _usable_cores, "a number >= 1", False, "compile processes at a time")

@@ -28,7 +28,7 @@ class TopologySpec(SpecModel):
     """Ranks that share the experts; must divide `experts.num`. Only 1 has kernels yet."""
 
     transport: Literal["local", "virtual", "symmetric", "gloo"] = "local"
-    """How rows travel: `local` (one rank). `virtual` (one process), `symmetric` (NVLink), `gloo` (CPU): no kernels yet."""
+    """How rows travel: `local` (one rank); `virtual` (one process), `symmetric` (NVLink), `gloo`: no kernels yet."""
 
     placement: Literal["contiguous"] = "contiguous"
     """Which rank owns an expert: rank r owns experts r*E/R up to (r+1)*E/R."""

@@ -13,7 +13,7 @@ from mokgen.cache.manifest import MANIFEST_NAME
 from mokgen.lower.layer import ResolvedLayer
 from mokgen.reference.inputs import Parameters, make_parameters
 from mokgen.runtime.layer import Layer, load_artifact, load_layer
-from mokgen.spec.reduce import MAX_EXPERTS, MAX_TOKENS, reduced_size
+from mokgen.spec.reduce import MAX_TOKENS, Routing, reduced_routing, reduced_size
 
 SEED = 1
 
@@ -44,8 +44,8 @@ class Subject:
 
 def reduced_layer(layer: ResolvedLayer) -> ResolvedLayer:
     """The reduced twin of a resolved layer: what `spec.reduce.reduced_twin` is to a spec."""
-    experts, router = _reduced_routing(layer)
-    shared = layer.shared
+    router, shared = layer.router, layer.shared
+    small = reduced_routing(Routing(layer.num_experts, router.groups, router.top_groups, router.top_k))
     if shared.num:
         one = reduced_size(shared.intermediate_size // shared.num)
         num = min(shared.num, 2)
@@ -54,28 +54,12 @@ def reduced_layer(layer: ResolvedLayer) -> ResolvedLayer:
         layer,
         hidden_size=reduced_size(layer.hidden_size),
         intermediate_size=reduced_size(layer.intermediate_size),
-        num_experts=experts,
-        num_local_experts=experts // layer.ep_size,
-        router=router,
+        num_experts=small.num_experts,
+        num_local_experts=small.num_experts // layer.ep_size,
+        router=replace(router, groups=small.groups, top_groups=small.top_groups, top_k=small.top_k),
         shared=shared,
         max_tokens=min(layer.max_tokens, MAX_TOKENS),
     )
-
-
-def _reduced_routing(layer: ResolvedLayer) -> tuple[int, Any]:
-    """Number of experts and router of the twin."""
-    router = layer.router
-    if router.groups == 1:
-        experts = min(layer.num_experts, MAX_EXPERTS)
-        return experts, replace(router, top_k=min(router.top_k, experts))
-    per_group = layer.num_experts // router.groups
-    groups = min(router.groups, MAX_EXPERTS // min(per_group, 2))
-    per_group = min(per_group, MAX_EXPERTS // groups)
-    kept = router.top_groups
-    if groups != router.groups:
-        kept = min(groups, max(1, kept * groups // router.groups))
-    top_k = min(router.top_k, kept * per_group)
-    return groups * per_group, replace(router, groups=groups, top_groups=kept, top_k=top_k)
 
 
 def open_subject(source: Any, device: str | None = None) -> Subject:

@@ -15,6 +15,7 @@ from mokgen.spec.document import json_schema, markdown
 from mokgen.spec.load import load_spec, shipped_names
 from mokgen.spec.moe import MoeSpec
 from mokgen.spec.reduce import reduced_size, reduced_twin
+from mokgen.testing.subject import reduced_layer
 
 TINY = {"hidden_size": 256, "experts": {"num": 8, "intermediate_size": 256}, "router": {"input": "ids", "top_k": 2}}
 
@@ -101,6 +102,7 @@ def test_twins_are_small_and_keep_the_structure(name):
     large, small = resolve(spec), resolve(twin)
     assert (large.router.groups > 1) == (small.router.groups > 1)
     assert reduced_twin(twin) == twin
+    assert reduced_layer(large) == small
 
 
 @pytest.mark.parametrize("size", [*range(8, 520, 8), 1408, 2688, 2880, 3584, 7168])
