@@ -70,6 +70,12 @@ def _stage_counts(layer: ResolvedLayer, arch: ArchTraits) -> tuple[int, ...]:
     return tuple(range(2, room // stage_bytes() + 1))
 
 
+def _consumer_lags(layer: ResolvedLayer, arch: ArchTraits) -> tuple[int, ...]:
+    """Less than the ring is deep, else the two consumers wait for each other through it."""
+    stages = dict(layer.knobs).get("stages", _stage_counts(layer, arch)[-1])
+    return tuple(range(stages)) if isinstance(stages, int) else ()
+
+
 def _schedule_warps(layer: ResolvedLayer, arch: ArchTraits) -> tuple[int, ...]:
     room, experts = arch.smem_bytes_per_cta - LAUNCH_SHARED_BYTES, layer.num_local_experts
     return tuple(warps for warps in _powers(32) if schedule_shared_bytes(experts, warps) <= room)
@@ -84,7 +90,7 @@ KNOBS: dict[str, Knob] = {
     "slab_tiles": Knob("fc2 column tiles of one slab", lambda layer, arch: tuple(range(1, column_tiles(layer) + 1))),
     "reduce_tokens": Knob("tokens of one reduce item", lambda layer, arch: _powers(128)),
     "stages": Knob("stages of the operand ring", _stage_counts),
-    "consumer_lag": Knob("K blocks the second consumer warpgroup runs late", lambda layer, arch: (0, 1, 2, 3)),
+    "consumer_lag": Knob("K blocks the second consumer warpgroup runs late", _consumer_lags),
     "task_slots": Knob("tasks a CTA claims ahead", lambda layer, arch: (2, 3, 4, 5, 6, 7, 8)),
     "schedule_clusters": Knob("clusters of the schedule kernel", lambda layer, arch: (1, 2, 3, 4, 5, 6, 7, 8)),
     "schedule_ctas": Knob("CTAs of a cluster of the schedule kernel", lambda layer, arch: _powers(16)),
