@@ -1,7 +1,7 @@
 """check_layer: every promise of a layer that one process can test, case by case.
 
 A case is a routing pattern and a number of tokens. For each: guard bands whole, tables exact, rows and output within
-the error budget, output exactly zero without a route, equal bits on repetition, whatever the number of CTAs, and through
+the error budget, output exactly zero without a route, equal bits on repetition, with other numbers of CTAs and through
 the operator. There is no pass without the fp64 oracle.
 """
 

@@ -13,7 +13,7 @@ Tensor = torch.Tensor
 
 GUARD_BYTES = 4096
 GUARD = 0xA5
-TABLE_POISON = 1  # a legal index: a kernel that reads a table entry nobody wrote gives wrong numbers, not a dead context
+TABLE_POISON = 1  # a legal index: who reads a table entry that nobody wrote gets wrong numbers, not a dead context
 
 
 class Guarded:
@@ -32,7 +32,9 @@ class Guarded:
         for name, band in (("before", self._storage[: self._body.start]), ("after", self._storage[self._body.stop :])):
             wrong = (band != GUARD).nonzero()
             if len(wrong):
-                return f"{len(wrong)} bytes {name} the tensor were overwritten, first at byte {int(wrong[0])} of the band"
+                return (
+                    f"{len(wrong)} bytes {name} the tensor were overwritten, first at byte {int(wrong[0])} of the band"
+                )
         return None
 
 
