@@ -10,6 +10,7 @@ from mokgen.lower.build import lower
 from mokgen.plan.model import Barrier, KernelPlan, LayerPlan
 from mokgen.plan.roles import WARP_THREADS
 from mokgen.plan.roofline import roofline
+from mokgen.stages.base import TILE_ROWS
 
 MIB = 1024 * 1024
 
@@ -177,7 +178,12 @@ def _padding(plan: LayerPlan) -> Table:
                 f"{load.waste:.1%}",
             )
         )
-    notes = [f"{plan.layer.max_tokens} tokens, routes spread evenly over the experts"]
+    layer = plan.layer
+    ragged = layer.num_local_experts * TILE_ROWS / 2 / (layer.max_tokens * layer.top_k)
+    notes = [
+        f"{layer.max_tokens} tokens, routes spread evenly over the experts",
+        f"uneven routes waste half a row block per expert on average: {ragged:.1%} of the routed rows",
+    ]
     columns = "kind|rows|with padding|column tail|K tail|useful TFLOP|computed TFLOP|added"
     return _table("Padding", columns, rows, notes)
 
