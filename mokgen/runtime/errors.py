@@ -7,8 +7,9 @@ word of a record is its flag and is written last; a record is read only when its
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,24 +18,30 @@ from mokgen.errors import DeviceWaitError, RoutingError
 WORDS = 16
 ID_FLAG, ID_TOKEN, ID_SLOT, ID_LOW, ID_HIGH = 0, 1, 2, 3, 4
 WAIT_FLAG, WAIT_CTA, WAIT_ROLE, WAIT_TASK, WAIT_COUNTER, WAIT_HAVE, WAIT_WANT, WAIT_RANK = 8, 9, 10, 11, 12, 13, 14, 15
-ROLES = ("load", "mma", "scheduler", "store", "reduce")
-TASK_KINDS = ("shared_fc1", "fc1", "shared_fc2", "fc2", "reduce")
 
 
 @dataclass(frozen=True)
-class CounterTable:
-    """Names of the words of the counters region: fixed words by number, then ranges in order."""
+class Names:
+    """What the numbers of a wait record mean, as the plan has it."""
 
-    fixed: tuple[tuple[int, str], ...]
-    ranges: tuple[tuple[str, int, int], ...]  # name, first word, length
+    roles: Mapping[int, str]
+    kinds: Mapping[int, str]
+    counters: tuple[tuple[str, int, int], ...]  # name, first word, length
 
-    def name(self, word: int) -> str:
-        for known, name in self.fixed:
-            if word == known:
-                return name
-        for name, first, length in self.ranges:
+    @classmethod
+    def of_plan(cls, plan: Mapping[str, Any]) -> Names:
+        """From the plain data of plan.json."""
+        forward = next(kernel for kernel in plan["kernels"] if kernel["name"] == "forward")
+        return cls(
+            {row["code"]: row["name"] for row in forward["roles"]},
+            {row["code"]: row["name"] for row in forward["kinds"]},
+            tuple((row["name"], row["word"], row["length"]) for row in plan["counters"]),
+        )
+
+    def counter(self, word: int) -> str:
+        for name, first, length in self.counters:
             if first <= word < first + length:
-                return f"{name}[{word - first}]"
+                return name if length == 1 else f"{name}[{word - first}]"
         return f"counters[{word}]"
 
 
@@ -76,19 +83,6 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
-def _faults(words: tuple[int, ...], num_experts: int, counters: CounterTable, when: str) -> Iterator[Exception]:
-    if words[WAIT_FLAG]:
-        yield wait_error(words, counters, when)
-    if words[ID_FLAG]:
-        yield id_error(words, num_experts, when)
-
-
-def raise_recorded(words: tuple[int, ...], num_experts: int, counters: CounterTable, when: str) -> None:
-    """Raise what the records say, a wait before an id, since after an expired wait nothing of the call is valid."""
-    for fault in _faults(words, num_experts, counters, when):
-        raise fault
-
-
 def id_error(words: tuple[int, ...], num_experts: int, when: str) -> RoutingError:
     value = (words[ID_HIGH] << 32) | (words[ID_LOW] & 0xFFFFFFFF)
     return RoutingError(
@@ -98,14 +92,12 @@ def id_error(words: tuple[int, ...], num_experts: int, when: str) -> RoutingErro
     )
 
 
-def wait_error(words: tuple[int, ...], counters: CounterTable, when: str) -> DeviceWaitError:
-    role, task = words[WAIT_ROLE], words[WAIT_TASK]
-    role_name = ROLES[role] if 0 <= role < len(ROLES) else f"role {role}"
-    task_name = TASK_KINDS[task] if 0 <= task < len(TASK_KINDS) else f"task kind {task}"
+def wait_error(words: tuple[int, ...], names: Names, when: str) -> DeviceWaitError:
+    role, kind = words[WAIT_ROLE], words[WAIT_TASK]
     return DeviceWaitError(
-        f"a wait inside the forward kernel expired: rank {words[WAIT_RANK]}, CTA {words[WAIT_CTA]}, {role_name} warps, "
-        f"task {task_name}, counter {counters.name(words[WAIT_COUNTER])} = {words[WAIT_HAVE]}, "
-        f"needed {words[WAIT_WANT]}",
+        f"a wait inside the forward kernel expired: rank {words[WAIT_RANK]}, CTA {words[WAIT_CTA]}, "
+        f"{names.roles.get(role, f'role {role}')} warps, task {names.kinds.get(kind, f'kind {kind}')}, "
+        f"counter {names.counter(words[WAIT_COUNTER])} = {words[WAIT_HAVE]}, needed {words[WAIT_WANT]}",
         where=f"outputs of {when} are invalid",
         hint="the next call starts clean; if the GPU was paused or shared, raise layer.wait_limit_ns",
     )

@@ -7,6 +7,7 @@ written. It is for tests and for development on a machine without a GPU, and ref
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,28 +26,3 @@ def record_wrong_ids(ids: Tensor, num_experts: int, words: ErrorWords) -> None:
     if len(wrong):
         token, slot = (int(place) for place in wrong[0])
         words.record_id(token, slot, int(ids[token, slot]))
-
-
-def route(
-    plan: LayerPlan,
-    logits: Tensor,
-    selection_bias: Tensor | None,
-    logit_bias: Tensor | None,
-    ids: Tensor,
-    weights: Tensor,
-) -> None:
-    """Fill ids (T, K) int32 and weights (T, K) fp32."""
-    raise NotImplementedError
-
-
-def forward(
-    plan: LayerPlan,
-    x: Tensor,
-    ids: Tensor,
-    weights: Tensor,
-    parameters: Mapping[str, Tensor | None],
-    shared_gate_logits: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Fill out (T, H) bf16."""
-    raise NotImplementedError

@@ -6,19 +6,22 @@ has `checks: checked`) and no state between calls but reusable memory and the er
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mokgen.cache.manifest import MANIFEST_NAME, ManifestError, read_manifest
 from mokgen.errors import ArgumentError, ArtifactMismatchError
 from mokgen.lower.layer import ResolvedLayer
 from mokgen.runtime import host, workspace
 from mokgen.runtime.arguments import check, check_optional, check_small, check_tokens, expected_arguments
-from mokgen.runtime.errors import ID_FLAG, WAIT_FLAG, ErrorWords, raise_recorded
+from mokgen.runtime.errors import ID_FLAG, WAIT_FLAG, ErrorWords, Names, id_error, wait_error
 from mokgen.runtime.launch import Kernel, Launcher, num_sms
+from mokgen.runtime.module import arch_of, load_kernels
 from mokgen.runtime.op import PARAMETERS, moe_forward, moe_route, register
 from mokgen.runtime.workspace import Layout, RegionView
 
@@ -27,7 +30,8 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-WAIT_LIMIT_NS = 2_000_000_000  # far above any wait of a healthy run (milliseconds), short enough to notice
+PLAN_NAME = "plan.json"
+WAIT_LIMIT_NS = 10_000_000_000  # above any wait of a healthy run, one CTA for a full-size layer included
 _loaded_artifacts: set[Path] = set()
 
 
@@ -42,7 +46,8 @@ class Program:
     layout: Layout
     functions: Mapping[str, Kernel]  # empty: CPU only
     arguments: Mapping[str, tuple[str, ...]]
-    read_plan: Callable[[], LayerPlan]
+    read_plan: Callable[[], LayerPlan]  # for the CPU executor
+    read_names: Callable[[], Names]  # for post-mortems
     directory: Path | None
 
 
@@ -63,7 +68,6 @@ class Layer(torch.nn.Module):
         self.launcher = Launcher(program.functions, program.arguments) if program.functions else None
         self.error_words = ErrorWords()
         self._expected = expected_arguments(program.layer)
-        self._counters = program.layout.counters()
         self._checked = program.layer.checks == "checked"
         self._plan: LayerPlan | None = None
         self.name = register(self, f"{program.stem}-{program.layer_key[:16]}")
@@ -133,6 +137,18 @@ class Layer(torch.nn.Module):
         if self._plan is None:
             self._plan = self.program.read_plan()
         return self._plan
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
+        """A layer of its own name and error words over the same kernels."""
+        twin = Layer(self.program)
+        twin.ctas, twin.wait_limit_ns = self.ctas, self.wait_limit_ns
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.program.directory is None:
+            raise TypeError("a layer without an artifact cannot be pickled; pickle its spec")
+        return load_artifact, (self.program.directory,)
 
     def extra_repr(self) -> str:
         layer = self.layer
@@ -270,7 +286,12 @@ class Layer(torch.nn.Module):
         return self.launcher
 
     def _raise_recorded(self, when: str) -> None:
-        raise_recorded(self.error_words.take(), self.layer.num_experts, self._counters, when)
+        """Raise what the error words hold, a wait before an id: after an expired wait nothing of a call is valid."""
+        words = self.error_words.take()
+        if words[WAIT_FLAG]:
+            raise wait_error(words, self.program.read_names(), when)
+        if words[ID_FLAG]:
+            raise id_error(words, self.layer.num_experts, when)
 
 
 class _on:  # noqa: N801
@@ -292,11 +313,25 @@ class _on:  # noqa: N801
             self._guard.__exit__(None, None, None)
 
 
+def load_layer(source: Any, *, arch: str | None = None, overrides: tuple[str, ...] = ()) -> Layer:
+    """Load a layer from an artifact directory, a spec (path or object) or a resolved layer.
+
+    With a GPU its kernels come from the cache, or are built first where the compiler is. Without one the layer is
+    planned, nothing is compiled, and calls run on the CPU executor.
+    """
+    if isinstance(source, str | Path) and (Path(source) / MANIFEST_NAME).is_file():
+        return load_artifact(source)
+    from mokgen import driver
+
+    if torch.cuda.is_available():
+        arch = arch or arch_of(torch.cuda.get_device_capability())
+        return load_artifact(driver.obtain(source, arch=arch, overrides=overrides))
+    planned = driver.plan_of(source, arch, overrides)
+    return layer_of_plan(planned.plan, planned.stem, planned.layer_key)
+
+
 def load_artifact(directory: Path | str) -> Layer:
     """Load one artifact directory. Needs torch, apache-tvm-ffi and the CuTe runtime library; never the compiler."""
-    from mokgen.cache.manifest import ManifestError, read_manifest
-    from mokgen.execute import LayerPlan
-
     place = Path(directory).resolve()
     try:
         manifest = read_manifest(place)
@@ -304,8 +339,6 @@ def load_artifact(directory: Path | str) -> Layer:
         raise ArtifactMismatchError(str(error), where=str(place), hint="build the layer again") from error
     functions: Mapping[str, Kernel] = {}
     if torch.cuda.is_available():
-        from mokgen.runtime.module import load_kernels
-
         functions = load_kernels(place).functions
     _loaded_artifacts.add(place)
     regions = tuple(RegionView(row.name, row.dtype, row.shape, row.offset) for row in manifest.regions)
@@ -318,7 +351,8 @@ def load_artifact(directory: Path | str) -> Layer:
             layout=Layout(manifest.workspace_bytes, regions),
             functions=functions,
             arguments={name: tuple(row[0] for row in kernel.arguments) for name, kernel in manifest.kernels.items()},
-            read_plan=lambda: LayerPlan.from_json((place / "plan.json").read_text(encoding="utf-8")),
+            read_plan=lambda: host.read_plan(place / PLAN_NAME),
+            read_names=lambda: Names.of_plan(json.loads((place / PLAN_NAME).read_text(encoding="utf-8"))),
             directory=place,
         )
     )
@@ -337,6 +371,7 @@ def layer_of_plan(plan: LayerPlan, stem: str, layer_key: str) -> Layer:
             functions={},
             arguments={},
             read_plan=lambda: plan,
+            read_names=lambda: Names.of_plan(plan.to_dict()),
             directory=None,
         )
     )

@@ -13,9 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from mokgen.facts.formats import FORMATS
-from mokgen.runtime.errors import CounterTable
-
-MAIN_TICKET, REDUCE_TICKET, ERROR_FLAG, FIRST_COUNTER = 0, 32, 64, 96  # words of the counters region
 
 
 @dataclass(frozen=True)
@@ -59,21 +56,6 @@ class Layout:
         rows, blocks = self.shape("row_token"), self.shape("block_expert")
         assert rows is not None and blocks is not None
         return rows[0] // blocks[0]
-
-    def counters(self) -> CounterTable:
-        """Names of the counter words, in the order in which the plan lays them out."""
-        blocks, shared, words = self.shape("block_expert"), self.shape("shared_hidden"), self.shape("counters")
-        assert blocks is not None and words is not None
-        lengths = [("hidden_ready", blocks[0])]
-        if shared is not None:
-            lengths.append(("shared_hidden_ready", shared[0] // self.tile_m))
-        ranges, first = [], FIRST_COUNTER
-        for name, length in lengths:
-            ranges.append((name, first, length))
-            first += length
-        ranges.append(("slab_done", first, max(words[0] - first, 0)))
-        fixed = ((MAIN_TICKET, "main_ticket"), (REDUCE_TICKET, "reduce_ticket"), (ERROR_FLAG, "error_flag"))
-        return CounterTable(fixed, tuple(ranges))
 
 
 _pool: dict[tuple[int, int], torch.Tensor] = {}
