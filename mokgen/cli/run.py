@@ -10,7 +10,7 @@ from pathlib import Path
 from mokgen import settings
 from mokgen.cli.output import Output
 from mokgen.cli.specs import Selection, chosen_archs, load
-from mokgen.errors import EXIT_FINDING, EXIT_OK, ToolchainError
+from mokgen.errors import EXIT_FINDING, EXIT_OK
 
 TEST_FILE = "test_kernel.py"
 
@@ -54,8 +54,12 @@ def _pytest(test: Path, output: Output) -> int:
 
 def run_bench(spec: str, selection: Selection, tokens: int | None, output: Output) -> int:
     """Times of the layer and of what it is compared with, in one run."""
-    import torch
+    from mokgen.bench import bench
 
-    if not torch.cuda.is_available():
-        raise ToolchainError("bench needs a GPU and there is none", "bench", "mokgen plan shows the expected time")
-    raise NotImplementedError
+    source = load(spec, selection)
+    name = source if selection.overrides else spec  # an unchanged spec keeps its name in the result
+    result = bench(name, tokens, show=lambda line: print(line, file=sys.stderr))
+    output.print(f"{result.stem}: T={result.tokens}, {result.pattern} routing, {result.device}")
+    output.table("", *result.table())
+    output.document(result.to_dict())
+    return EXIT_OK
