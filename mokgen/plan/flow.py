@@ -1,8 +1,8 @@
 """Task order, counts and races of a kernel, proven on small calls listed task by task.
 
 The calls keep the structure (tiles, slabs, kinds, counters) and scale tokens and experts down. Nothing is taken from
-how the waits were derived: who writes and who reads a cell is found from the tasks, and each read must be ordered behind
-its write by a wait whose count cannot be reached without that write.
+how the waits were derived: who writes and who reads a cell is found from the tasks, and each read must be ordered
+behind its write by a wait whose count cannot be reached without that write.
 """
 
 from __future__ import annotations
