@@ -26,3 +26,40 @@ def record_wrong_ids(ids: Tensor, num_experts: int, words: ErrorWords) -> None:
     if len(wrong):
         token, slot = (int(place) for place in wrong[0])
         words.record_id(token, slot, int(ids[token, slot]))
+
+
+def read_plan(path: Path) -> LayerPlan:
+    """The plan stored in an artifact."""
+    from mokgen.execute import LayerPlan
+
+    return LayerPlan.from_json(path.read_text(encoding="utf-8"))
+
+
+def route(
+    plan: LayerPlan,
+    logits: Tensor,
+    selection_bias: Tensor | None,
+    logit_bias: Tensor | None,
+    ids: Tensor,
+    weights: Tensor,
+) -> None:
+    """Fill ids (T, K) int32 and weights (T, K) fp32."""
+    from mokgen import execute
+
+    found = execute.route(plan, {"logits": logits, "selection_bias": selection_bias, "logit_bias": logit_bias})
+    ids.copy_(found["ids"])
+    weights.copy_(found["topk_weights"])
+
+
+def forward(
+    plan: LayerPlan, tensors: Mapping[str, Tensor | None], out: Tensor, interleaving: int | None
+) -> dict[str, Tensor]:
+    """Fill out (T, H) bf16; returns every buffer of the call by region name, trimmed to the call.
+
+    interleaving: None for ticket order, else the seed of an order in which virtual CTAs take turns.
+    """
+    from mokgen import execute
+
+    buffers = execute.run(plan, tensors, "ticket" if interleaving is None else interleaving)
+    out.copy_(buffers.pop("out"))
+    return buffers
