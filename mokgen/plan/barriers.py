@@ -36,7 +36,7 @@ def forward_pipelines(
 ) -> tuple[Pipeline, ...]:
     """Operand ring and task ring.
 
-    A full operand stage has one arrival per gathering thread and one that announces the TMA bytes; tiles that TMA loads
+    A full operand stage has the arrivals of whoever gathers and one that announces the TMA bytes; tiles that TMA loads
     whole arrive once with that same number, so that one barrier serves both. Every warp that works on tasks gives each
     record back once; once a kind gathers nothing, the load warp does so for the warps that left.
     """

@@ -258,7 +258,7 @@ def _check_pipelines(kernel: KernelPlan) -> Iterator[Finding]:
     yield from _check_ring(rings["stage"], tiles.stages, {"mma"})
     yield from _check_ring(rings["task"], tiles.task_slots, set(working_roles(kernel.kinds, kernel.roles)))
     gatherers = set(working_roles(kernel.kinds, kernel.roles, gathering=True)) - {"mma"}
-    missing = gatherers - {party.role for party in rings["stage"].full.parties if party.unit == "thread"}
+    missing = gatherers - {party.role for party in rings["stage"].full.parties if party.unit != "one"}
     if missing:
         yield Finding("pipeline", "stage", f"{sorted(missing)} gather rows, but do not arrive at the full barrier")
     if tiles.consumer_lag >= tiles.stages:
