@@ -18,12 +18,13 @@ from mokgen.codegen.report import Section, render_report
 from mokgen.compile.compiler import ASSEMBLY_FOLDER, KernelReport
 from mokgen.compile.pool import LIBRARY, ProgressCallback, compile_bundle
 from mokgen.compile.toolchain import DSL_VERSION, FLAVOUR_PACKAGES, toolchain
-from mokgen.errors import CompileError, Diagnostic, MokgenError, ToolchainError, VerifyError
+from mokgen.errors import CompileError, Diagnostic, MokgenError, ToolchainError
 from mokgen.lower.build import lower
 from mokgen.lower.layer import ResolvedLayer
 from mokgen.lower.resolve import resolve
+from mokgen.plan import explain
 from mokgen.plan.schedule import make_plan
-from mokgen.plan.verify import verify
+from mokgen.plan.verify import require
 from mokgen.spec.load import load_with_places
 from mokgen.spec.moe import MoeSpec
 
@@ -154,9 +155,7 @@ def plan_of(source: Source, arch: str | None = None, overrides: tuple[str, ...] 
 def _plan(layer: ResolvedLayer, stem: str, arch: str | None) -> Planned:
     target = arch or (settings.ARCH.get() or layer.archs)[0]
     plan = make_plan(lower(layer), target)
-    findings = verify(plan)
-    if findings:
-        raise VerifyError([Diagnostic(finding.what, finding.where, finding.hint) for finding in findings])
+    require(plan)
     return Planned(stem, target, plan, key.layer_key(layer.to_dict(), plan.to_dict(), target))
 
 
@@ -265,8 +264,6 @@ def kernel_reports(manifest: Manifest) -> tuple[KernelReport, ...]:
 
 def report_text(prepared: Prepared, reports: tuple[KernelReport, ...]) -> str:
     """report.md: the plan's own words, then what the compiler made of it."""
-    from mokgen.plan import explain
-
     sections = [Section(title, text, language) for title, text, language in explain.sections(prepared.plan)]
     return render_report(
         prepared.stem, prepared.arch, explain.summary(prepared.plan), sections, reports, toolchain().to_dict()
@@ -280,12 +277,12 @@ def obtain(path: Source, *, arch: str | None = None, overrides: tuple[str, ...] 
             raise ToolchainError("MOKGEN_OFFLINE is set: nothing is compiled", where="load")
         toolchain()
     except ToolchainError as error:
-        prepared = prepare(path, arch, overrides)
-        entry = Store().lookup_layer(prepared.layer_key)
+        planned = plan_of(path, arch, overrides)
+        entry = Store().lookup_layer(planned.layer_key)
         if entry is not None:
             return entry.directory
         raise ToolchainError(
-            f"no artifact of {prepared.stem} for {prepared.arch} in {Store().root}, and {error.what}",
+            f"no artifact of {planned.stem} for {planned.arch} in {Store().root}, and {error.what}",
             where=error.where,
             hint="build it where the compiler is and copy the cache entry, or use load_artifact(directory)",
         ) from error
