@@ -101,4 +101,5 @@ def _sizes(each: Planned) -> tuple[int, ...]:
 
 def _print_findings(findings: Sequence[tuple[Planned, Any]], output: Output) -> None:
     for each, finding in findings:
-        output.print(f"{each.name} ({each.arch}): {finding.where}: {finding.what}\n  hint: {finding.hint}")
+        hint = f"\n  hint: {finding.hint}" if finding.hint else ""
+        output.print(f"{each.name} ({each.arch}): {finding.where}: {finding.what}{hint}")
