@@ -72,6 +72,7 @@ def check_flow(plan: LayerPlan, kernel: KernelPlan) -> list[Finding]:
 
 def _check_problem(plan: LayerPlan, kernel: KernelPlan, problem: Problem) -> Iterator[Finding]:
     call = Call(plan, kernel, problem)
+    call.writing_kind = {access.tensor: kind for kind in kernel.kinds for access in kind.writes}
     for queue in kernel.queues:
         call.tasks[queue.name] = instantiate(kernel, problem, queue.name)
     yield from _collect(call)
@@ -90,7 +91,6 @@ def _collect(call: Call) -> Iterator[Finding]:
             call.signallers.setdefault(key, []).append(task)
         for access in task.kind.writes:
             cells = call.writers.setdefault(access.tensor, {})
-            call.writing_kind[access.tensor] = task.kind
             cell = (task.row_block, task.column_tile)
             if cell in cells:
                 other = cells[cell].name
@@ -192,8 +192,8 @@ def _check_reads(call: Call) -> Iterator[Finding]:
     done: set[tuple[object, ...]] = set()
     for task in (task for tasks in call.tasks.values() for task in tasks):
         for access in task.kind.reads:
-            if access.tensor not in call.writers:
-                continue
+            if access.tensor not in call.writing_kind:
+                continue  # of an earlier launch
             rows = task.row_block if access.rows == "tile" else None
             columns = None if access.columns == "all" else (task.columns.start, task.columns.stop)
             seen = (task.kind.name, access, rows, columns)
@@ -215,7 +215,7 @@ def _check_read(call: Call, task: Task, access: Access) -> Iterator[Finding]:
     ):
         yield Finding("read", task.kind.name, f"reads {access.tensor} by row blocks that {writer.name} does not have")
     for cell in _cells(call, task, access):
-        source = call.writers[access.tensor].get(cell)
+        source = call.writers.get(access.tensor, {}).get(cell)
         if source is None:
             yield Finding("read", task.kind.name, f"{task.name} reads {access.tensor}{cell}, which nobody writes")
         elif not any(key in guards for key, _ in call.keys_of(source)):

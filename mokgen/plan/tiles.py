@@ -48,12 +48,25 @@ def out_chunk_bytes() -> int:
     return CHUNKS * CHUNK_ROWS * CHUNK_COLUMNS * BF16_BYTES
 
 
-def schedule_shared_bytes(experts: int, warps: int) -> int:
-    """Shared memory of a schedule CTA: counts per warp and bin, four tables over the experts, two over the warps.
+def schedule_shared_bytes(experts: int, warps: int, ctas: int) -> int:
+    """Shared memory of a schedule CTA: int32 counts per bin of its warps and of the cluster's CTAs, an mbarrier, sums.
 
-    There is a bin more than experts, for routes that go nowhere; six of the tables may need 16 bytes of alignment.
+    There is a bin more than experts, for routes that go nowhere. The order is that of the kernel's allocations.
     """
-    return 4 * (warps * (experts + 1) + 2 * experts + 2 * (experts + 1) + 2 * 32 + 1) + 6 * 16
+    bins, lanes = 4 * (experts + 1), 4 * 32
+    total = 0
+    for size, align in (
+        (warps * bins, 16),
+        (ctas * bins, 16),
+        (8, 8),
+        (4 * experts, 16),
+        (bins, 16),
+        (bins, 16),
+        (lanes, 16),
+        (lanes, 16),
+    ):
+        total = ceil_div(total, align) * align + size
+    return total
 
 
 def route_shared_bytes(experts: int, warps: int) -> int:
@@ -77,8 +90,16 @@ def _consumer_lags(layer: ResolvedLayer, arch: ArchTraits) -> tuple[int, ...]:
 
 
 def _schedule_warps(layer: ResolvedLayer, arch: ArchTraits) -> tuple[int, ...]:
-    room, experts = arch.smem_bytes_per_cta - LAUNCH_SHARED_BYTES, layer.num_local_experts
-    return tuple(warps for warps in _powers(32) if schedule_shared_bytes(experts, warps) <= room)
+    return tuple(warps for warps in _powers(32) if schedule_fits(layer, arch, warps, 1))
+
+
+def _schedule_ctas(layer: ResolvedLayer, arch: ArchTraits) -> tuple[int, ...]:
+    return tuple(ctas for ctas in _powers(16) if schedule_fits(layer, arch, 1, ctas))
+
+
+def schedule_fits(layer: ResolvedLayer, arch: ArchTraits, warps: int, ctas: int) -> bool:
+    room = arch.smem_bytes_per_cta - LAUNCH_SHARED_BYTES
+    return schedule_shared_bytes(layer.num_local_experts, warps, ctas) <= room
 
 
 def _route_warps(layer: ResolvedLayer, arch: ArchTraits) -> tuple[int, ...]:
@@ -93,7 +114,7 @@ KNOBS: dict[str, Knob] = {
     "consumer_lag": Knob("K blocks the second consumer warpgroup runs late", _consumer_lags),
     "task_slots": Knob("tasks a CTA claims ahead", lambda layer, arch: (2, 3, 4, 5, 6, 7, 8)),
     "schedule_clusters": Knob("clusters of the schedule kernel", lambda layer, arch: (1, 2, 3, 4, 5, 6, 7, 8)),
-    "schedule_ctas": Knob("CTAs of a cluster of the schedule kernel", lambda layer, arch: _powers(16)),
+    "schedule_ctas": Knob("CTAs of a cluster of the schedule kernel", _schedule_ctas),
     "schedule_warps": Knob("warps of a CTA of the schedule kernel", _schedule_warps),
     "route_warps": Knob("warps of a CTA of the route kernel, a token each", _route_warps),
 }

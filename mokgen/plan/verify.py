@@ -71,10 +71,14 @@ def _check_regions(plan: LayerPlan) -> Iterator[Finding]:
                 yield Finding("region overlap", region.name, f"shares bytes with {other.name} while both are live")
 
 
+def _kernel_of(stage: str) -> str | None:
+    return STAGES[stage].kernel if stage in STAGES else None
+
+
 def _uses(region: Region, launches: dict[str, int]) -> tuple[int, ...] | None:
     """Launch that writes, then those that read; None for a stage nobody knows."""
     stages = (region.writer, *region.readers)
-    if any(stage not in STAGES or STAGES[stage].kernel not in launches for stage in stages):
+    if any(_kernel_of(stage) not in launches for stage in stages):
         return None
     return tuple(launches[STAGES[stage].kernel] for stage in stages)
 
@@ -216,6 +220,10 @@ def _check_kinds(plan: LayerPlan, kernel: KernelPlan) -> Iterator[Finding]:
     roles = {role.name: role for role in kernel.roles}
     regions = {region.name: region for region in plan.regions}
     arguments = {argument.name for argument in kernel.arguments}
+    written = {access.tensor for kind in kernel.kinds for access in kind.writes}
+    queued = sorted(name for queue in kernel.queues for phase in queue.phases for name in phase.kinds)
+    if queued != sorted(kind.name for kind in kernel.kinds):
+        yield Finding("task kinds", kernel.name, f"queues hand out {queued}: every kind stands in one phase")
     if len({kind.code for kind in kernel.kinds}) != len(kernel.kinds):
         yield Finding("task kinds", kernel.name, "two kinds have the same code")
     for kind in kernel.kinds:
@@ -237,6 +245,8 @@ def _check_kinds(plan: LayerPlan, kernel: KernelPlan) -> Iterator[Finding]:
         for access in kind.reads:
             if access.tensor not in regions:
                 yield Finding("task kinds", kind.name, f"reads {access.tensor}, which is no region")
+            elif access.tensor not in written and _kernel_of(regions[access.tensor].writer) == kernel.name:
+                yield Finding("task kinds", kind.name, f"reads {access.tensor}, which no task writes")
 
 
 def _check_pipelines(kernel: KernelPlan) -> Iterator[Finding]:
