@@ -63,6 +63,33 @@ def test_hot_kernels_have_no_findings_and_use_tensor_cores(tiny: driver.BuildRes
         assert forward.sass["HGMMA"] > 0 and forward.sass["UTMALDG"] > 0
 
 
+def test_compiled_kernels_are_what_the_plan_says(tiny: driver.BuildResult) -> None:
+    plan = driver.plan_of("tiny").plan
+    for report in tiny.kernels:
+        planned = plan.kernel(report.kernel)
+        assert report.threads == planned.threads, report.kernel
+        assert report.smem_bytes == planned.shared_bytes, report.kernel
+        assert report.arguments == tuple((item.name, item.dtype, item.shape) for item in planned.arguments)
+
+
+def test_kernels_of_the_artifact_load_and_check_their_arguments(tiny: driver.BuildResult) -> None:
+    import torch
+
+    from mokgen.runtime.module import load_kernels
+
+    assert tiny.artifact_dir is not None
+    kernels = load_kernels(tiny.artifact_dir)
+    assert list(kernels.functions) == ["schedule", "forward"]
+    with pytest.raises(TypeError, match="Expects 9 parameters"):
+        kernels.functions["forward"](torch.zeros(1))
+    ids, workspace = (
+        torch.zeros(4, 2, dtype=torch.int32),
+        torch.zeros(kernels.manifest.workspace_bytes, dtype=torch.uint8),
+    )
+    with pytest.raises(ValueError, match="device_type=cuda"):
+        kernels.functions["schedule"](ids, 1, workspace, 0)
+
+
 def test_names_comments_and_key_order_enter_no_key(tiny: driver.BuildResult, tmp_path: Path) -> None:
     lines = (ROOT / "specs" / "tiny.yaml").read_text(encoding="utf-8")
     other = tmp_path / "renamed.yaml"
