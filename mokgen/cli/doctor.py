@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -47,9 +46,7 @@ def _python() -> Check:
 def _torch() -> Check:
     """Imported, not looked up: an installation that cannot be imported is none."""
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # nothing here needs it
-            import torch
+        import torch
     except (ImportError, OSError) as error:
         return Check("torch", MISSING, str(error).splitlines()[0], "pip install torch")
     return Check("torch", OK, f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})")

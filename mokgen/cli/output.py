@@ -6,6 +6,7 @@ import functools
 import json
 import logging
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,10 @@ from mokgen.errors import EXIT_FINDING, MokgenError
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+
+# torch says so where NumPy is not installed; nothing here uses it.
+NUMPY_WARNING = "Failed to initialize NumPy"
 
 
 class Output:
@@ -98,6 +103,7 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
         as_json = bool(kwargs.get("as_json"))
+        warnings.filterwarnings("ignore", message=NUMPY_WARNING)
         try:
             logging.basicConfig(level=settings.LOG.get().upper(), format="%(levelname)s %(name)s: %(message)s")
             code = function(*args, **kwargs)

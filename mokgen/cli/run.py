@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from mokgen import settings
-from mokgen.cli.output import Output
+from mokgen.cli.output import NUMPY_WARNING, Output
 from mokgen.cli.specs import Selection, chosen_archs, load
 from mokgen.errors import EXIT_FINDING, EXIT_OK
 
@@ -45,7 +45,8 @@ def _test_file(spec: str, selection: Selection, arch: str, scratch: Path) -> Pat
 
 
 def _pytest(test: Path, output: Output) -> int:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(test)]
+    quiet = ("-p", "no:cacheprovider", "-W", f"ignore:{NUMPY_WARNING}:UserWarning")
+    command = [sys.executable, "-m", "pytest", "-q", *quiet, str(test)]
     # The artifact may lie in a read-only cache, and pytest's own output must not mix with the JSON document.
     stdout = sys.stderr if output.as_json else None
     environment = settings.child_environment(PYTHONDONTWRITEBYTECODE="1")

@@ -18,7 +18,7 @@ from ruamel.yaml.constructor import DuplicateKeyError
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.scalarbool import ScalarBoolean
 
-from mokgen.errors import Diagnostic, MokgenError, SpecError, UsageError
+from mokgen.errors import Diagnostic, MokgenError, PlanError, SpecError, UsageError
 from mokgen.settings import shipped
 from mokgen.spec.messages import Path as KeyPath
 from mokgen.spec.messages import Positions, diagnostics, did_you_mean, position
@@ -42,14 +42,18 @@ class LoadedSpec:
     positions: Positions
 
     def located(self, error: MokgenError) -> MokgenError:
-        """The same error with file:line:column where a diagnostic's `where` is a field of the spec."""
-        found = []
+        """The same error with file:line:column where a diagnostic's `where` is a field of the spec.
+
+        A PlanError about fields alone, such as an unknown knob, is a fault of the spec and becomes a SpecError.
+        """
+        found, all_known = [], True
         for entry in error.diagnostics:
             path = tuple(entry.where.split("."))
             known = path[0] in type(self.spec).model_fields
+            all_known = all_known and known
             where = f"{position(self.positions, path, str(self.file))}: {entry.where}" if known else entry.where
             found.append(Diagnostic(entry.what, where, entry.hint))
-        return type(error)(found)
+        return SpecError(found) if all_known and isinstance(error, PlanError) else type(error)(found)
 
 
 def load_spec(path: str | Path, overrides: Sequence[str] = ()) -> MoeSpec:

@@ -70,7 +70,7 @@ def test_check_places_choices_without_kernels(bad_spec):
 
 def test_check_places_knobs_the_plan_refuses():
     result = invoke("check", "tiny", "--set", "plan.stagse=4")
-    assert result.exit_code in {1, 2}
+    assert result.exit_code == 2
     assert "--set plan.stagse=4: plan.stagse" in result.stderr
 
 
@@ -203,6 +203,46 @@ def test_bench_without_a_gpu_says_so():
     result = invoke("bench", "tiny")
     assert result.exit_code == 3
     assert "needs a GPU" in result.stderr
+
+
+def test_bench_prints_its_rows_and_leaves_stdout_to_json(monkeypatch):
+    from mokgen import bench as room
+
+    asked = []
+    rows = tuple(room.Row(name, 2.0, 3.0, 100.0, 0.5, 1e-3) for name in (room.MOKGEN, room.DENSE))
+
+    def measured(source, tokens, show):
+        asked.append((source, tokens))
+        show("round 1")
+        return room.BenchResult("tiny", "a card", 64, 10, "balanced", rows)
+
+    monkeypatch.setattr(room, "bench", measured)
+    result = invoke("bench", "tiny", "--tokens", "64")
+    assert result.exit_code == 0
+    assert asked == [("tiny", 64)]
+    assert room.DENSE in result.stdout
+    assert "round 1" in result.stderr
+    code, document = invoke_json("bench", "tiny", "--set", "router.top_k=1")
+    assert (code, document["device"], len(document["rows"])) == (0, "a card", 2)
+    assert asked[1][0].router.top_k == 1
+
+
+def test_test_command_runs_the_generated_file(monkeypatch, tmp_path):
+    from mokgen.cli import run
+
+    seen = []
+
+    def emulated(command, **options):
+        seen.append(Path(command[-1]).read_text())
+        return subprocess.CompletedProcess(command, 1 if len(seen) == 2 else 0)
+
+    monkeypatch.setattr(run.subprocess, "run", emulated)
+    assert invoke_json("test", "tiny", "--reduced") == (
+        0,
+        {"ok": True, "tests": [{"spec": "tiny", "arch": "sm_90a", "exit_code": 0, "ok": True}]},
+    )
+    assert "check_layer" in seen[0]
+    assert invoke("test", "tiny").exit_code == 1
 
 
 def test_cache_commands(cache_dir):
