@@ -173,7 +173,7 @@ def biases(who, device):
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_router_equals_the_oracle_and_the_layer_uses_it(device, name):
-    check_layer(subject(name, device), ["router"], [0, 1, 64], show=quiet)
+    check_layer(subject(name, device), ["router"], [0, 1, 17], show=quiet)
 
 
 @pytest.mark.parametrize("name", ROUTERS)

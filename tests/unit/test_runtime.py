@@ -1,4 +1,4 @@
-"""The runtime without a GPU: error records, workspace, argument order, registry, the operator under torch's own checks."""
+"""The runtime without a GPU: error records, workspace, argument order, registry, the operator under torch's checks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mokgen.lower.build import lower
 from mokgen.plan.schedule import make_plan
 from mokgen.runtime import errors, op
 from mokgen.runtime.launch import FORWARD_ARGUMENTS, Launcher, id_words_of
-from mokgen.runtime.layer import Layer, compile_count, layer_of_plan
+from mokgen.runtime.layer import Layer, compile_count
 from mokgen.runtime.workspace import Layout, RegionView
 
 
@@ -45,8 +45,8 @@ def test_wide_ids_keep_their_value(layer, value):
 
 
 def test_a_wait_record_names_role_task_and_counter(layer):
-    plan = layer.plan
-    counter, kind, role = plan.counter("hidden_ready"), plan.kernel("forward").kind("fc2"), plan.kernel("forward").role("load")
+    counter, forward = layer.plan.counter("hidden_ready"), layer.plan.kernel("forward")
+    kind, role = forward.kind("fc2"), forward.role("load")
     words = layer.error_words.words
     record = [1, 5, role.code, kind.code, counter.word + 3, -7, 2, 0]
     words[errors.WAIT_FLAG : errors.WAIT_FLAG + 8] = record
@@ -135,7 +135,8 @@ def test_launches_pass_what_the_plan_lists_in_its_order(changes):
     launcher = Launcher({"schedule": schedule, "forward": forward}, names)
     tagged = dict(zip(FORWARD_ARGUMENTS, FORWARD_ARGUMENTS, strict=True))
     parameters = tuple(tagged[name] for name in op.PARAMETERS)
-    launcher.forward("x", "topk_weights", parameters, "shared_gate_logits", "out", "workspace", "ctas", "wait_limit_ns", "error_address")
+    rest = FORWARD_ARGUMENTS[2 + len(parameters) :]
+    launcher.forward("x", "topk_weights", parameters, *rest)
     assert forward.calls == [names["forward"]]
     ids = torch.zeros(3, 2, dtype=torch.int32)
     launcher.schedule(ids, "workspace", "error_address")
