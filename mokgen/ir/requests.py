@@ -23,6 +23,7 @@ class TileConfig:
     num_slabs: int
     reduce_tokens: int  # tokens of one reduce item
     consumer_lag: int  # K blocks the second consumer warpgroup runs behind the first
+    gathers_in_flight: int  # K blocks of gathered rows a load warp leaves under way before it hands the oldest over
     task_slots: int  # tasks a CTA claims ahead
 
     @property

@@ -95,6 +95,7 @@ def tile_constants(layer: ResolvedLayer, tiles: TileConfig, kinds: tuple[TaskKin
         "REDUCE_SLOTS_IN_FLIGHT": min(layer.top_k, SLOTS_IN_FLIGHT),
         "TASK_SLOTS": tiles.task_slots,
         "CONSUMER_LAG": tiles.consumer_lag,
+        "GATHERS_IN_FLIGHT": tiles.gathers_in_flight,
     }
 
 

@@ -83,10 +83,28 @@ def _stage_counts(layer: ResolvedLayer, arch: ArchTraits) -> tuple[int, ...]:
     return tuple(range(2, room // stage_bytes() + 1))
 
 
+def _knob_or(layer: ResolvedLayer, name: str, default: int) -> int:
+    value = dict(layer.knobs).get(name, default)
+    return value if isinstance(value, int) else default
+
+
+def _stages(layer: ResolvedLayer, arch: ArchTraits) -> int:
+    return _knob_or(layer, "stages", _stage_counts(layer, arch)[-1])
+
+
+def _gathers(layer: ResolvedLayer, arch: ArchTraits) -> tuple[int, ...]:
+    return tuple(range(_stages(layer, arch)))
+
+
 def _consumer_lags(layer: ResolvedLayer, arch: ArchTraits) -> tuple[int, ...]:
-    """Less than the ring is deep, else the two consumers wait for each other through it."""
-    stages = dict(layer.knobs).get("stages", _stage_counts(layer, arch)[-1])
-    return tuple(range(stages)) if isinstance(stages, int) else ()
+    """A block is handed over `gathers_in_flight` blocks late, into a ring the late consumer has not given back: their sum
+    stays below the stages, else load warps and consumers wait for each other."""
+    stages = _stages(layer, arch)
+    return tuple(range(stages - _knob_or(layer, "gathers_in_flight", default_gathers(stages))))
+
+
+def default_gathers(stages: int) -> int:
+    return max(0, min(2, stages - 2))
 
 
 def _schedule_warps(layer: ResolvedLayer, arch: ArchTraits) -> tuple[int, ...]:
@@ -112,6 +130,7 @@ KNOBS: dict[str, Knob] = {
     "reduce_tokens": Knob("tokens of one reduce item", lambda layer, arch: _powers(128)),
     "stages": Knob("stages of the operand ring", _stage_counts),
     "consumer_lag": Knob("K blocks the second consumer warpgroup runs late", _consumer_lags),
+    "gathers_in_flight": Knob("K blocks of gathered rows a load warp leaves under way", _gathers),
     "task_slots": Knob("tasks a CTA claims ahead", lambda layer, arch: (2, 3, 4, 5, 6, 7, 8)),
     "schedule_clusters": Knob("clusters of the schedule kernel", lambda layer, arch: (1, 2, 3, 4, 5, 6, 7, 8)),
     "schedule_ctas": Knob("CTAs of a cluster of the schedule kernel", _schedule_ctas),
@@ -218,6 +237,7 @@ def choose_tiles(knobs: KnobReader) -> TileConfig:
     )
     deepest = _stage_counts(layer, arch)[-1]
     stages = knobs.take("stages", deepest, f"{stage_bytes()} bytes each, as many as shared memory holds")
+    gathers = knobs.take("gathers_in_flight", default_gathers(stages), "hides the latency of a row read")
     return TileConfig(
         tile_m=TILE_ROWS,
         tile_n=TILE_N,
@@ -227,7 +247,8 @@ def choose_tiles(knobs: KnobReader) -> TileConfig:
         num_slabs=ceil_div(column_tiles(layer), slab_tiles),
         reduce_tokens=knobs.take("reduce_tokens", 16, "a warp's work for a few microseconds"),
         consumer_lag=knobs.take(
-            "consumer_lag", min(2, stages - 2), "an epilogue runs under the other warpgroup's MMAs"
+            "consumer_lag", min(1, stages - gathers - 1), "an epilogue runs under the other warpgroup's MMAs"
         ),
+        gathers_in_flight=gathers,
         task_slots=knobs.take("task_slots", 3, "hides claim and decode; a record is 32 bytes"),
     )

@@ -271,8 +271,10 @@ def _check_pipelines(kernel: KernelPlan) -> Iterator[Finding]:
     missing = gatherers - {party.role for party in rings["stage"].full.parties if party.unit != "one"}
     if missing:
         yield Finding("pipeline", "stage", f"{sorted(missing)} gather rows, but do not arrive at the full barrier")
-    if tiles.consumer_lag >= tiles.stages:
-        yield Finding("pipeline", "stage", f"consumer lag {tiles.consumer_lag} with {tiles.stages} stages deadlocks")
+    late = tiles.consumer_lag + tiles.gathers_in_flight
+    if late >= tiles.stages:
+        what = f"consumer lag {tiles.consumer_lag} and {tiles.gathers_in_flight} gathers in flight"
+        yield Finding("pipeline", "stage", f"{what} with {tiles.stages} stages deadlock")
     roles = {role.name: role for role in kernel.roles}
     for named in kernel.named_barriers:
         threads = units_of(roles[named.party.role], named.party.unit) if named.party.role in roles else 0

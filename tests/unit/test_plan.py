@@ -281,7 +281,8 @@ def test_an_unknown_knob_names_those_that_exist():
         ("stages", 9, "legal values: 2, 3, 4"),
         ("reduce_tokens", 3, "1, 2, 4, 8"),
         ("task_slots", "many", "2, 3, 4"),
-        ("consumer_lag", 4, "0, 1, 2, 3"),
+        ("consumer_lag", 2, "0, 1"),
+        ("gathers_in_flight", 4, "0, 1, 2, 3"),
     ],
 )
 def test_an_illegal_knob_names_the_legal_values(name, value, legal):
@@ -291,7 +292,7 @@ def test_an_illegal_knob_names_the_legal_values(name, value, legal):
 
 
 def test_the_lag_stays_below_the_stages():
-    assert plan_of(resolved(plan__stages=2)).kernel("forward").constant("CONSUMER_LAG") == 0
+    assert plan_of(resolved(plan__stages=2)).kernel("forward").constant("CONSUMER_LAG") == 1
     with pytest.raises(PlanError, match="consumer_lag = 2"):
         plan_of(resolved(plan__stages=2, plan__consumer_lag=2))
 

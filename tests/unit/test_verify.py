@@ -108,7 +108,7 @@ BROKEN: dict[str, tuple[str, Callable[[], LayerPlan]]] = {
             )
         ),
     ),
-    "lag as deep as the ring": ("pipeline", lambda: with_forward(tiles=replace(FORWARD.tiles, consumer_lag=4))),
+    "lag as deep as the ring": ("pipeline", lambda: with_forward(tiles=replace(FORWARD.tiles, consumer_lag=2))),
     "ring of one": ("pipeline", lambda: with_forward(pipelines=swap(FORWARD.pipelines, "task", stages=1))),
     "phases the wrong way": ("later ticket", lambda: with_queue("main", phases=PHASES[::-1])),
     "a gathering tile after one that is not": ("role leaves", lambda: with_queue("main", phases=PHASES[::-1])),

@@ -12,7 +12,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from mokgen.device import sync
 
-GATHER_THREADS = 128
+GATHER_WARPS = 4
 ROWS_PER_THREAD = 8  # 128 rows x 8 chunks of 16 bytes over 128 threads
 CHUNK_BYTES = 16
 STAGE_A_BYTES = 128 * 64 * 2
@@ -76,7 +76,7 @@ def gather_either(
 
 @cute.jit
 def gather_rows(stages: Stages, stage: Int32, rows: Gather, k_block: Int32):
-    """Copy this thread's eight chunks of K block `k_block` into A of `stage` and arrive when they have landed."""
+    """Copy this thread's eight chunks of K block `k_block` into A of `stage`, as one group of copies."""
     row, chunk = rows.tid // 8, rows.tid % 8
     target = stages.a_address + stage * STAGE_A_BYTES + row * 128 + ((chunk ^ (row & 7)) << 4)
     live = rows.valid
@@ -93,7 +93,19 @@ def gather_rows(stages: Stages, stage: Int32, rows: Gather, k_block: Int32):
                 live & (1 << i),
             ],
         )
-    cute.arch.cp_async_mbarrier_arrive_noinc(stages.full + stage)
+    cute.arch.cp_async_commit_group()
+
+
+@cute.jit
+def hand_over(stages: Stages, block: Int32, still_flying: Constexpr[int], lane: Int32):
+    """Arrive for this warp's rows of the block-th K block, whose copies are older than the latest `still_flying`.
+
+    The copies wrote through the generic proxy and wgmma reads through the async proxy, hence the fence.
+    """
+    cute.arch.cp_async_wait_group(still_flying)
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.sync_warp()
+    sync.arrive(stages.full.toint() + (block % stages.count) * 8, Boolean(lane == 0))
 
 
 @cute.jit
@@ -124,7 +136,7 @@ def expect_alone(stages: Stages, stage: Int32, num_bytes: Constexpr[int]):
     """Announce the TMA bytes of a stage that TMA fills alone: one thread arrives for the gathering threads too."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(stages.full + stage, num_bytes)
-        sync.arrive_many(stages.full.toint() + stage * 8, Int32(GATHER_THREADS))
+        sync.arrive_many(stages.full.toint() + stage * 8, Int32(GATHER_WARPS))
 
 
 class Tma(NamedTuple):
@@ -193,9 +205,13 @@ def load_tile(sources: list, which: Int32, tile: tuple, slot: Int32, stages: Sta
 
 @cute.jit
 def store_tile(targets: list, which: Int32, tile: tuple, slot: Int32):
-    """Start the store of the box in `slot` to targets[which] as one bulk group."""
+    """Start the store of the box in `slot` to box (row, column) of targets[which] as one bulk group.
+
+    Boxes beyond the last column are left out here and not by clipping: where a tensor is one box wide, CuTe gives the
+    column mode stride 0, and the store would land on column 0.
+    """
     for i in range_constexpr(len(targets)):
-        if len(targets) == 1 or which == i:
-            target = targets[i]
+        target = targets[i]
+        if (len(targets) == 1 or which == i) and tile[1] < cute.size(target.gmem, mode=[2]):
             cute.copy(target.atom, target.smem[(None, slot)], target.gmem[(None, *tile)])
     cute.arch.cp_async_bulk_commit_group()

@@ -62,13 +62,11 @@ def wait_full(stages: Stages, block: Int32):
 
 
 @cute.jit
-def multiply_block(operands: Operands, acc: cute.Tensor, stage: Int32, first: Constexpr[bool]):
-    """Issue the MMAs of one K block; the first block of a tile overwrites the accumulators."""
-    # cp.async wrote A through the generic proxy, wgmma reads through the async proxy
-    cute.arch.fence_proxy("async.shared", space="cta")
+def multiply_block(operands: Operands, acc: cute.Tensor, stage: Int32, accumulates: Boolean):
+    """Issue the MMAs of one K block; without `accumulates` the first of them overwrites the accumulators."""
     warpgroup.fence()
     for step in range_constexpr(MMAS_PER_BLOCK):
-        operands.tiled_mma.set(ACCUMULATE, not first or step > 0)
+        operands.tiled_mma.set(ACCUMULATE, accumulates if step == 0 else True)
         cute.gemm(
             operands.tiled_mma, acc, operands.a[(None, None, step, stage)], operands.b[(None, None, step, stage)], acc
         )
@@ -77,18 +75,17 @@ def multiply_block(operands: Operands, acc: cute.Tensor, stage: Int32, first: Co
 
 @cute.jit
 def accumulate(operands: Operands, stages: Stages, acc: cute.Tensor, block: Int32, num_blocks: Int32, lane: Int32):
-    """acc = sum over num_blocks K blocks of A * B^T, starting at this CTA's K block `block`.
+    """acc = sum over num_blocks >= 1 K blocks of A * B^T, starting at this CTA's K block `block`.
 
     The MMAs of one block are in flight while the next is waited for; a stage is released when the MMAs that read it
     are done.
     """
-    wait_full(stages, block)
-    multiply_block(operands, acc, block % stages.count, True)
-    for i in cutlass.range(1, num_blocks, unroll=1):
+    for i in cutlass.range(num_blocks, unroll=1):
         wait_full(stages, block + i)
-        multiply_block(operands, acc, (block + i) % stages.count, False)
+        multiply_block(operands, acc, (block + i) % stages.count, Boolean(i > 0))
         warpgroup.wait_group(1)
-        release(stages, block + i - 1, lane)
+        if i > 0:
+            release(stages, block + i - 1, lane)
     warpgroup.wait_group(0)
     release(stages, block + num_blocks - 1, lane)
 

@@ -16,12 +16,13 @@ def load_tile(
     rows: copy.Gather,
     weights: list,
     task: scheduler.Task,
+    in_flight: Constexpr[int],
     loads_weights: Constexpr[bool],
 ):
     """A load warp's share of the tile: its rows of every A block; the warp with `loads_weights` brings gate and up too.
 
     weights: partitions of the gate|up maps, routed MLP first, with box coordinates (column tile, K block, half, expert);
-    half 0 is gate, 1 is up.
+    half 0 is gate, 1 is up. A block's rows are handed over once the copies of `in_flight` later blocks are under way.
     """
     which = scheduler.is_shared(task.kind)
     for k_block in cutlass.range(num_k_blocks, unroll=1):
@@ -32,3 +33,7 @@ def load_tile(
                 box = (task.col_tile, k_block, half, task.expert)
                 copy.load_tile(weights, which, box, 2 * stage + half, stages, stage)
         copy.gather_rows(stages, stage, rows, k_block)
+        if k_block >= in_flight:
+            copy.hand_over(stages, block + k_block - in_flight, in_flight, rows.tid % 32)
+    for flying in range_constexpr(min(in_flight, num_k_blocks) - 1, -1, -1):
+        copy.hand_over(stages, block + num_k_blocks - 1 - flying, flying, rows.tid % 32)
