@@ -42,7 +42,7 @@ def forward_pipelines(
     """
     table = {role.name: role for role in roles}
     gatherers = tuple(name for name in working_roles(kinds, roles, gathering=True) if name != MMA)
-    full = (*(Party(name, "thread") for name in gatherers), Party(LOAD, "one"))
+    full = (*(Party(name, "warp") for name in gatherers), Party(LOAD, "one"))
     readers = tuple(Party(name, "warp") for name in working_roles(kinds, roles))
     return (
         Pipeline(
