@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from mokgen.errors import PlanError
 from mokgen.ir.requests import TileConfig
 from mokgen.lower.layer import ResolvedLayer
 from mokgen.plan.launches import ROUTES_PER_LANE, SmallLaunch
@@ -127,7 +128,10 @@ def complete_constants(kinds: tuple[TaskKind, ...]) -> dict[str, int]:
             if all(not count.quantities for count in wait.required):
                 values[f"{name}_ARRIVALS"] = wait.want({})
             else:
-                values[f"{name}_ARRIVALS_PER_TILE"] = max(count.factor for count in wait.required)
+                factors = {count.factor for count in wait.required}
+                if len(factors) > 1:
+                    raise PlanError(f"{wait.text()}: tiles add different amounts, the text names one", where=kind.name)
+                values[f"{name}_ARRIVALS_PER_TILE"] = factors.pop()
     return values
 
 

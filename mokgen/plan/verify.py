@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from math import prod
 
-from mokgen.errors import Diagnostic, VerifyError
+from mokgen.errors import Diagnostic, PlanError, VerifyError
 from mokgen.facts.arch import ARCHS
 from mokgen.facts.formats import FORMATS
 from mokgen.plan.barriers import barrier_count, working_roles
@@ -311,7 +311,7 @@ def _check_constants(plan: LayerPlan, kernel: KernelPlan) -> Iterator[Finding]:
             plan.counters,
             plan.workspace_bytes,
         )
-    except (KeyError, StopIteration) as error:
+    except (KeyError, StopIteration, PlanError) as error:
         yield Finding("constants", kernel.name, f"cannot be derived: {error!r}")
         return
     stored = {constant.name: constant.value for constant in kernel.constants}
