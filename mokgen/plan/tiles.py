@@ -97,8 +97,8 @@ def _gathers(layer: ResolvedLayer, arch: ArchTraits) -> tuple[int, ...]:
 
 
 def _consumer_lags(layer: ResolvedLayer, arch: ArchTraits) -> tuple[int, ...]:
-    """A block is handed over `gathers_in_flight` blocks late, into a ring the late consumer has not given back: their sum
-    stays below the stages, else load warps and consumers wait for each other."""
+    """A block is handed over `gathers_in_flight` blocks late, into a ring that the late consumer has not given back:
+    their sum stays below the stages, else load warps and consumers wait for each other."""
     stages = _stages(layer, arch)
     return tuple(range(stages - _knob_or(layer, "gathers_in_flight", default_gathers(stages))))
 
