@@ -19,6 +19,7 @@ from mokgen.lower.layer import ResolvedLayer
 
 Tensor = torch.Tensor
 
+REDRAWS = 50
 LOGIT_GAP = 1e-4  # logits this close count as a near tie: fp32 exponentials of two libraries may order them differently
 
 
@@ -214,7 +215,7 @@ def make_inputs(
     if layer.shared.gate == "sigmoid":
         gate = torch.randn(tokens, generator=random, device=device)
     dtype = torch.float32 if layer.router.input == "logits" else FORMATS[layer.router.weight_dtype].torch_dtype()
-    return Inputs(x, ids.to(id_dtype), weights.to(dtype), None, gate)
+    return Inputs(x, ids.to(id_dtype).contiguous(), weights.to(dtype), None, gate)
 
 
 def make_logits(layer: ResolvedLayer, tokens: int, device: torch.device | str = "cpu", seed: int = 0) -> Tensor:
@@ -236,10 +237,19 @@ def make_logits(layer: ResolvedLayer, tokens: int, device: torch.device | str = 
 def make_routed_inputs(
     layer: ResolvedLayer, parameters: Parameters, tokens: int, device: torch.device | str = "cpu", seed: int = 0
 ) -> Inputs:
-    """Inputs of a layer that takes logits; ids and weights are what the router oracle makes of them."""
-    from mokgen.reference.oracle import route
+    """Inputs of a layer that takes logits; ids and weights are what the router oracle makes of them.
 
+    Tokens whose choice hangs on the rounding of an exponential are drawn again: the contract settles ties, not those.
+    """
+    from mokgen.reference.oracle import near_ties, route
+
+    biases = (parameters.selection_bias, parameters.logit_bias)
     logits = make_logits(layer, tokens, device, seed)
-    ids, weights = route(layer, logits, parameters.selection_bias, parameters.logit_bias)
+    for attempt in range(1, REDRAWS):
+        again = near_ties(layer, logits, *biases).nonzero().flatten()
+        if len(again) == 0:
+            break
+        logits[again] = make_logits(layer, len(again), device, seed + 1000 * attempt)
+    ids, weights = route(layer, logits, *biases)
     plain = make_inputs(layer, tokens, "balanced", device, seed)
     return replace(plain, ids=ids, weights=weights.float(), logits=logits)

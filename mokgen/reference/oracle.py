@@ -25,6 +25,9 @@ ROWS_AT_A_TIME = 8192  # bounds the fp64 copies of one expert's rows; no value d
 NORMALIZE_FLOOR = 1e-20  # added to the sum of chosen scores by DeepSeek-V3's router; elsewhere below resolution
 
 
+NEAR = 2e-6  # some sixteen steps of fp32: what two exponentials and sums may differ by
+
+
 @dataclass(frozen=True)
 class Numbers:
     """Arithmetic of one pass: dtype of products and sums, dtype that stored rows are rounded to (None: not rounded)."""
@@ -64,6 +67,35 @@ def route(
     return ids.int(), weights * router.scale
 
 
+def near_ties(
+    layer: ResolvedLayer, logits_TE: Tensor, selection_bias_E: Tensor | None = None, logit_bias_E: Tensor | None = None
+) -> Tensor:
+    """True (T,) where two fp32 libraries may choose otherwise: deciding scores differ by less than NEAR of themselves.
+
+    Equal logits tie exactly in any library and are not meant, unless different biases bring them together.
+    """
+    router = layer.router
+    if router.order == "topk_then_score":  # compares logits, which are exact
+        return torch.zeros(len(logits_TE), dtype=torch.bool, device=logits_TE.device)
+    logits = logits_TE.float() if logit_bias_E is None else logits_TE.float() + logit_bias_E.float()
+    choice, biased = _score(router.score, logits.double()), selection_bias_E is not None
+    if selection_bias_E is not None:
+        choice = choice + selection_bias_E.double()
+    near = torch.zeros(len(choice), dtype=torch.bool, device=choice.device)
+    if router.top_groups < router.groups:
+        groups = _group_scores(layer, choice).sort(dim=1, descending=True).values
+        near |= _close(groups[:, router.top_groups - 1 : router.top_groups + 1], biased).any(dim=1)
+        choice = choice.masked_fill(_closed_groups(layer, choice), -torch.inf)
+    return near | _close(choice.sort(dim=1, descending=True).values[:, : router.top_k + 1], biased).any(dim=1)
+
+
+def _close(falling: Tensor, biased: bool) -> Tensor:
+    """Neighbours of each row that nearly tie; sums with a bias round in steps of the size of their terms, about 1."""
+    size = falling[:, :-1].abs()
+    gap = falling[:, :-1] - falling[:, 1:]
+    return (gap < NEAR * (size.clamp_min(1.0) if biased else size)) & ((gap > 0) | biased)
+
+
 def _score(kind: str, logits: Tensor) -> Tensor:
     return {"softmax": lambda: logits.softmax(dim=1), "sigmoid": logits.sigmoid}[kind]()
 
@@ -83,15 +115,18 @@ def _largest(values: Tensor, count: int, closed: Tensor | None = None) -> Tensor
 def _closed_groups(layer: ResolvedLayer, choice_TE: Tensor) -> Tensor:
     """True (T, E) in the experts of groups that are not among the best `top_groups`."""
     router = layer.router
-    tokens, size = choice_TE.shape[0], layer.num_experts // router.groups
-    grouped = choice_TE.masked_fill(choice_TE.isnan(), -torch.inf).reshape(tokens, router.groups, size)
-    if router.group_score == "max":
-        group_score = grouped.amax(dim=2)
-    else:
-        group_score = grouped.sort(dim=2, descending=True).values[:, :, :2].sum(dim=2)
-    closed = torch.ones(tokens, router.groups, dtype=torch.bool, device=choice_TE.device)
-    closed.scatter_(1, _largest(group_score, router.top_groups), False)
-    return closed.unsqueeze(2).expand(-1, -1, size).reshape(tokens, layer.num_experts)
+    closed = torch.ones(len(choice_TE), router.groups, dtype=torch.bool, device=choice_TE.device)
+    closed.scatter_(1, _largest(_group_scores(layer, choice_TE), router.top_groups), False)
+    return closed.repeat_interleave(layer.num_experts // router.groups, dim=1)
+
+
+def _group_scores(layer: ResolvedLayer, choice_TE: Tensor) -> Tensor:
+    """Score (T, groups) of every group; a NaN in it counts as -inf."""
+    shape = (len(choice_TE), layer.router.groups, layer.num_experts // layer.router.groups)
+    grouped = choice_TE.masked_fill(choice_TE.isnan(), -torch.inf).reshape(shape)
+    if layer.router.group_score == "max":
+        return grouped.amax(dim=2)
+    return grouped.sort(dim=2, descending=True).values[:, :, :2].sum(dim=2)
 
 
 def _mlp(

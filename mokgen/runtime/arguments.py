@@ -23,26 +23,33 @@ ID_DTYPES = (torch.int32, torch.int64)
 
 @dataclass(frozen=True)
 class Expected:
-    """One argument; extent None in `shape` is the number of tokens."""
+    """One argument: extents `rest`, behind the number of tokens where it is `per_token`."""
 
     name: str
     dtypes: tuple[torch.dtype, ...]
-    shape: tuple[int | None, ...]
+    rest: tuple[int, ...]
     meaning: str
+    per_token: bool = False
 
-    def with_tokens(self, tokens: int) -> tuple[int, ...]:
-        return tuple(tokens if extent is None else extent for extent in self.shape)
+    def shape(self, tokens: int) -> tuple[int, ...]:
+        return (tokens, *self.rest) if self.per_token else self.rest
+
+    def shape_text(self, tokens: int | None) -> str:
+        """The shape for people; None: the number of tokens is not known yet."""
+        if tokens is None and self.per_token:
+            return _show(("T", *self.rest))
+        return _show(self.shape(tokens or 0))
 
 
 @dataclass(frozen=True)
 class CallArguments:
-    """Everything a layer's call may take. `parameters` stand in the order of `op.PARAMETERS`; None: must be absent."""
+    """Everything a layer's call may take; None: must be absent. `parameters` stand in the order of `op.PARAMETERS`."""
 
     x: Expected
     ids: Expected
     weights: Expected
     logits: Expected | None
-    parameters: tuple[Expected | None, ...]
+    parameters: tuple[tuple[str, Expected | None], ...]
     shared_gate_logits: Expected | None
     selection_bias: Expected | None
     logit_bias: Expected | None
@@ -55,28 +62,42 @@ def expected_arguments(layer: ResolvedLayer) -> CallArguments:
     own_routing = router.input == "logits"
     weight_dtype = FP32 if own_routing else FORMATS[router.weight_dtype].torch_dtype()
 
-    def given(yes: bool, name: str, dtype: torch.dtype, shape: tuple[int | None, ...], meaning: str) -> Expected | None:
-        return Expected(name, (dtype,), shape, meaning) if yes else None
+    logits_dtype, every = FORMATS[router.logits_dtype].torch_dtype(), layer.num_experts
 
-    bias, merged = layer.expert_bias, shared.intermediate_size
-    every = layer.num_experts
-    return CallArguments(
-        x=Expected("x", (BF16,), (None, hidden), "(T, H)"),
-        ids=Expected("ids", ID_DTYPES, (None, router.top_k), "(T, K)"),
-        weights=Expected("weights", (weight_dtype,), (None, router.top_k), "(T, K)"),
-        logits=given(own_routing, "logits", FORMATS[router.logits_dtype].torch_dtype(), (None, every), "(T, E)"),
-        parameters=(
-            Expected("w_gate_up", (BF16,), (experts, 2 * inter, hidden), "(E, 2I, H)"),
-            Expected("w_down", (BF16,), (experts, hidden, inter), "(E, H, I)"),
-            given(bias, "b_gate_up", BF16, (experts, 2 * inter), "(E, 2I)"),
-            given(bias, "b_down", BF16, (experts, hidden), "(E, H)"),
-            given(shared.num > 0, "w_shared_gate_up", BF16, (2 * merged, hidden), "(2Is, H)"),
-            given(shared.num > 0, "w_shared_down", BF16, (hidden, merged), "(H, Is)"),
-        ),
-        shared_gate_logits=given(shared.gate == "sigmoid", "shared_gate_logits", FP32, (None,), "(T,)"),
-        selection_bias=given(own_routing and router.selection_bias, "selection_bias", FP32, (every,), "(E,)"),
-        logit_bias=given(own_routing and router.logit_bias, "logit_bias", FP32, (every,), "(E,)"),
+    def bf16(rest: tuple[int, ...], meaning: str, there: bool = True) -> tuple[bool, tuple[int, ...], str]:
+        return there, rest, meaning
+
+    merged = shared.intermediate_size
+    shapes = {
+        "w_gate_up": bf16((experts, 2 * inter, hidden), "(E, 2I, H)"),
+        "w_down": bf16((experts, hidden, inter), "(E, H, I)"),
+        "b_gate_up": bf16((experts, 2 * inter), "(E, 2I)", layer.expert_bias),
+        "b_down": bf16((experts, hidden), "(E, H)", layer.expert_bias),
+        "w_shared_gate_up": bf16((2 * merged, hidden), "(2Is, H)", shared.num > 0),
+        "w_shared_down": bf16((hidden, merged), "(H, Is)", shared.num > 0),
+    }
+    parameters = tuple(
+        (name, Expected(name, (BF16,), rest, meaning) if there else None)
+        for name, (there, rest, meaning) in shapes.items()
     )
+
+    def router_bias(name: str, there: bool) -> Expected | None:
+        return Expected(name, (FP32,), (every,), "(E,)") if own_routing and there else None
+
+    return CallArguments(
+        x=Expected("x", (BF16,), (hidden,), "(T, H)", True),
+        ids=Expected("ids", ID_DTYPES, (router.top_k,), "(T, K)", True),
+        weights=Expected("weights", (weight_dtype,), (router.top_k,), "(T, K)", True),
+        logits=Expected("logits", (logits_dtype,), (every,), "(T, E)", True) if own_routing else None,
+        parameters=parameters,
+        shared_gate_logits=_shared_gate(shared.gate),
+        selection_bias=router_bias("selection_bias", router.selection_bias),
+        logit_bias=router_bias("logit_bias", router.logit_bias),
+    )
+
+
+def _shared_gate(gate: str) -> Expected | None:
+    return Expected("shared_gate_logits", (FP32,), (), "(T,)", True) if gate == "sigmoid" else None
 
 
 def check(expected: Expected, tensor: Tensor | None, tokens: int, device: torch.device) -> None:
@@ -84,7 +105,7 @@ def check(expected: Expected, tensor: Tensor | None, tokens: int, device: torch.
     if (
         tensor is None
         or tensor.dtype not in expected.dtypes
-        or tensor.shape != expected.with_tokens(tokens)
+        or tensor.shape != expected.shape(tokens)
         or tensor.device != device
         or not tensor.is_contiguous()
         or tensor.data_ptr() % ROW_ALIGN_BYTES
@@ -114,7 +135,7 @@ def check_small(expected: Expected, tensor: Tensor | None, tokens: int, device: 
 def check_tokens(expected: Expected, x: Tensor, max_tokens: int) -> int:
     """Number of tokens of `x`, which must have two dimensions and at most `max_tokens` rows."""
     if x.dim() != 2:
-        raise fault(expected, x, -1, x.device)
+        raise fault(expected, x, None, x.device)
     tokens = x.shape[0]
     if tokens > max_tokens:
         raise ArgumentError(
@@ -125,27 +146,25 @@ def check_tokens(expected: Expected, x: Tensor, max_tokens: int) -> int:
     return tokens
 
 
-def fault(expected: Expected, tensor: Tensor | None, tokens: int, device: torch.device) -> ArgumentError:
+def fault(expected: Expected, tensor: Tensor | None, tokens: int | None, device: torch.device) -> ArgumentError:
     """The first thing wrong with an argument, in words: what was given, what is needed."""
-    shape: tuple[int | str, ...] = expected.with_tokens(tokens)
-    if tokens < 0:
-        shape = tuple("T" if extent is None else extent for extent in expected.shape)
+    shape = expected.shape_text(tokens)
     wanted = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected.dtypes)
-    need = f"{expected.name} {expected.meaning} = {_show(shape)} {wanted}, row-major"
+    need = f"{expected.name} {expected.meaning} = {shape} {wanted}, row-major"
     if tensor is None:
         return ArgumentError("missing", where=expected.name, hint=f"needed: {need}")
     if tensor.dtype not in expected.dtypes:
         got = str(tensor.dtype).removeprefix("torch.")
         return ArgumentError(f"dtype {got}, expected {wanted}", where=expected.name, hint=f"needed: {need}")
-    if tokens < 0 or tensor.shape != shape:
-        what = f"shape {_show(tuple(tensor.shape))}, expected {_show(shape)}"
+    if tokens is None or tensor.shape != expected.shape(tokens):
+        what = f"shape {_show(tuple(tensor.shape))}, expected {shape}"
         return ArgumentError(what, where=expected.name, hint=f"needed: {need}")
     if tensor.device != device:
         return ArgumentError(f"on {tensor.device}, but x is on {device}", where=expected.name)
     if not tensor.is_contiguous():
         strides = _show(torch.empty(tensor.shape, device="meta").stride())
         return ArgumentError(
-            f"strides {_show(tensor.stride())} of shape {_show(shape)}, expected row-major {strides}",
+            f"strides {_show(tensor.stride())} of shape {shape}, expected row-major {strides}",
             where=expected.name,
             hint=f"pass {expected.name}.contiguous(); mokgen does not copy it behind your back",
         )

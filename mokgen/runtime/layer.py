@@ -93,22 +93,14 @@ class Layer(torch.nn.Module):
         A layer with `router.input: ids` takes ids (T, K) int32 or int64 and weights (T, K). One with `logits` takes
         logits (T, E) and routes by itself; given ids and weights (T, K) fp32 it skips its router.
         """
-        result: Tensor = moe_forward(
-            self.name,
-            x,
-            logits_or_ids,
-            weights,
-            w_gate_up,
-            w_down,
-            b_gate_up,
-            b_down,
-            w_shared_gate_up,
-            w_shared_down,
-            shared_gate_logits,
-            selection_bias,
-            logit_bias,
-        )
-        return result
+        parameters = (w_gate_up, w_down, b_gate_up, b_down, w_shared_gate_up, w_shared_down)
+        rest = (shared_gate_logits, selection_bias, logit_bias)
+        given = (self.name, x, logits_or_ids, weights, *parameters, *rest)
+        if torch.compiler.is_compiling() or _needs_gradient(given):
+            return moe_forward(*given)  # type: ignore[no-any-return]
+        # No gradient will be asked for: 7 us of Python in the autograd layer of the dispatcher are saved.
+        with _below_autograd():
+            return moe_forward(*given)  # type: ignore[no-any-return]
 
     def route(
         self, logits: Tensor, selection_bias: Tensor | None = None, logit_bias: Tensor | None = None
@@ -172,7 +164,7 @@ class Layer(torch.nn.Module):
             self._raise_recorded("an earlier call")
         tokens = check_tokens(expected.x, x, self.layer.max_tokens)
         check(expected.x, x, tokens, device)
-        for want, name, tensor in zip(expected.parameters, PARAMETERS, parameters, strict=True):
+        for (name, want), tensor in zip(expected.parameters, parameters, strict=True):
             check_optional(want, name, tensor, tokens, device)
         if shared_gate_logits is not None and expected.shared_gate_logits is not None:
             shared_gate_logits = check_small(expected.shared_gate_logits, shared_gate_logits, tokens, device)
@@ -182,9 +174,11 @@ class Layer(torch.nn.Module):
         else:
             ids = check_small(expected.ids, routing, tokens, device)
             weights = check_small(expected.weights, weights, tokens, device)
-            for name, bias in (("selection_bias", selection_bias), ("logit_bias", logit_bias)):
-                check_optional(None, name, bias, tokens, device)
-        out = torch.empty_like(x)
+            check_optional(None, "selection_bias", selection_bias, tokens, device)
+            check_optional(None, "logit_bias", logit_bias, tokens, device)
+        out = torch.empty(x.shape, dtype=torch.bfloat16, device=device)
+        if tokens == 1:
+            x = x.view(-1).unsqueeze(0)  # a single row may carry any stride, which the kernels' stub would refuse
         if tokens:
             if device.type == "cuda":
                 with _on(device):
@@ -292,6 +286,13 @@ class Layer(torch.nn.Module):
             raise wait_error(words, self.program.read_names(), when)
         if words[ID_FLAG]:
             raise id_error(words, self.layer.num_experts, when)
+
+
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def _needs_gradient(given: tuple[Any, ...]) -> bool:
+    return torch.is_grad_enabled() and torch._C._any_requires_grad(*given)
 
 
 class _on:  # noqa: N801

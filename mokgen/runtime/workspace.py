@@ -65,7 +65,7 @@ def take(num_bytes: int, device: torch.device) -> torch.Tensor:
     """uint8 (num_bytes,) on `device` that the current stream may use until its next `take`."""
     if torch.cuda.is_current_stream_capturing():
         return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
     base = _pool.get(key)
     if base is None or base.numel() < num_bytes:
         # The old buffer goes back to the allocator of the stream it was used on: later calls come after earlier ones.

@@ -17,8 +17,9 @@ import torch
 from mokgen.facts.tolerance import BUDGETS, ROUTER_WEIGHT_ABS
 from mokgen.reference import oracle as reference
 from mokgen.reference.compare import BufferCheck, Verdict, first_bad_buffer, judge
-from mokgen.reference.inputs import PATTERNS, Inputs, make_inputs, make_routed_inputs
+from mokgen.reference.inputs import PATTERNS, Inputs, Parameters, make_inputs, make_routed_inputs, present
 from mokgen.runtime.layer import compile_count
+from mokgen.runtime.op import PARAMETERS
 from mokgen.testing.guarded import Run, call, run
 from mokgen.testing.subject import Subject, open_subject
 
@@ -28,6 +29,10 @@ TOKENS = (0, 1, 7, 129)  # besides the maximum: nothing, one row, a ragged tile,
 ROUTER = "router"  # pattern name: ids come from the layer's own router
 GPU_VARIANTS = (None, 3, 61)  # CTAs: one per SM again, far fewer, and a number that divides nothing
 CPU_VARIANTS = (7,)  # seeds of interleavings; ticket order runs again through the operator
+
+
+EXECUTOR_TOKENS, EXECUTOR_BYTES = 257, 64 << 20  # up to here a GPU run is also compared with the CPU executor
+TABLES = ("block_start", "block_expert", "block_rows", "row_token", "slot_row")
 
 
 class CheckFailed(AssertionError):
@@ -173,10 +178,10 @@ def _same_bits(first: Tensor, again: Tensor, what: str) -> None:
 
 
 def _buffers(subject: Subject, inputs: Inputs, base: reference.Baseline, found: Run) -> Iterator[BufferCheck]:
-    """Intermediate buffers in the order in which the stages write them."""
+    """Intermediate buffers as the stages write them, against the oracle's tables and the baseline's rows."""
     layer, regions = subject.resolved, found.regions
     table = reference.pool_table(layer, inputs.ids, subject.layer.program.layout.tile_m)
-    for name in ("block_start", "block_expert", "block_rows", "row_token", "slot_row"):
+    for name in TABLES:
         want = getattr(table, name)
         yield BufferCheck(name, regions[name].flatten()[: want.numel()], want)
     if base.shared is not None:
@@ -188,3 +193,28 @@ def _buffers(subject: Subject, inputs: Inputs, base: reference.Baseline, found: 
     assert base.routed.hidden is not None
     yield BufferCheck("hidden", regions["hidden"][rows], base.routed.hidden[live])
     yield BufferCheck("y", regions["y"][rows], base.routed.y[live])
+    if subject.on_gpu and inputs.tokens <= EXECUTOR_TOKENS and _bytes(subject.parameters) <= EXECUTOR_BYTES:
+        yield from _against_executor(subject, inputs, regions, rows)
+
+
+def _against_executor(
+    subject: Subject, inputs: Inputs, regions: dict[str, Tensor], rows: Tensor
+) -> Iterator[BufferCheck]:
+    """The same call by the same plan on the CPU: all that the kernels and the plan's tasks must agree on."""
+    cpu = {name: tensor.cpu() for name, tensor in (present(inputs) | present(subject.parameters)).items()}
+    parameters = tuple(cpu.get(name) for name in PARAMETERS)
+    out = torch.empty_like(cpu["x"])
+    gate = cpu.get("shared_gate_logits")
+    wanted = subject.layer.execute_into(cpu["x"], cpu["ids"], cpu["weights"], parameters, gate, out)
+    for name in TABLES:
+        yield BufferCheck(f"{name} of the executor", regions[name].flatten()[: wanted[name].numel()], wanted[name])
+    for name in ("hidden", "y"):
+        yield BufferCheck(f"{name} of the executor", regions[name][rows], wanted[name][rows.cpu()])
+    for name in ("shared_hidden", "shared_y"):
+        if name in regions:
+            tokens = slice(0, inputs.tokens)
+            yield BufferCheck(f"{name} of the executor", regions[name][tokens], wanted[name][tokens])
+
+
+def _bytes(parameters: Parameters) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in present(parameters).values())

@@ -13,7 +13,7 @@ import torch
 from layers import subject
 
 from mokgen.facts.tolerance import ROUTER_WEIGHT_ABS
-from mokgen.reference.inputs import make_logits
+from mokgen.reference.inputs import make_logits, make_routed_inputs
 from mokgen.reference.oracle import route
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -102,7 +102,7 @@ def in_order(ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, to
 @pytest.mark.parametrize("name", ROUTERS)
 def test_route_equals_hugging_face(device, name, seed):
     who = subject(name, device)
-    logits = make_logits(who.resolved, TOKENS, device, seed)
+    logits = make_routed_inputs(who.resolved, who.parameters, TOKENS, device, seed).logits
     bias = who.parameters.selection_bias
     ids, weights = in_order(*theirs(name, who.resolved, logits, bias))
     for found in (who.layer.route(logits, bias), route(who.resolved, logits, bias)):

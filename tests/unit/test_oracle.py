@@ -11,8 +11,17 @@ import torch
 from mokgen.facts.tolerance import BUDGETS
 from mokgen.lower.layer import ResolvedLayer, RouterLayer, SharedLayer
 from mokgen.reference import compare
-from mokgen.reference.inputs import PATTERNS, Inputs, Parameters, make_inputs, make_logits, make_parameters, present
-from mokgen.reference.oracle import baseline, oracle, pool_table, route
+from mokgen.reference.inputs import (
+    PATTERNS,
+    Inputs,
+    Parameters,
+    make_inputs,
+    make_logits,
+    make_parameters,
+    make_routed_inputs,
+    present,
+)
+from mokgen.reference.oracle import baseline, near_ties, oracle, pool_table, route
 
 IDS = RouterLayer("ids", 2, "softmax", "score_then_topk", True, 1.0, False, False, 1, 1, "max", "fp32", "fp32")
 NO_SHARED = SharedLayer(0, 0, "none")
@@ -239,6 +248,28 @@ def test_logits_of_tests_have_no_near_ties(dtype):
     gaps = logits.diff(dim=1)
     assert bool(((gaps == 0) | (gaps > 1e-4)).all())
     assert dtype == "bf16" or bool((gaps > 0).all())
+
+
+def test_near_ties_are_found_and_exact_ties_are_not():
+    layer = router_layer(top_k=2, score="sigmoid")
+    step = 1e-7
+    logits = torch.tensor(
+        [[3.0, 1, 1 + step, 0, 0, 0, 0, 0], [3.0, 1, 1, 0, 0, 0, 0, 0], [3.0, 2, 1, 1 + step, 0, 0, 0, 0]]
+    )
+    assert near_ties(layer, logits).tolist() == [True, False, False]
+    assert near_ties(layer, logits, torch.zeros(8)).tolist() == [True, True, False]
+    assert not bool(near_ties(router_layer(top_k=2, order="topk_then_score"), logits).any())
+    grouped = router_layer(top_k=1, score="sigmoid", groups=4, top_groups=1)
+    logits = torch.tensor([[3.0, 0, 3 + 1e-6, 0, 0, 0, 0, 0], [3.0, 3 + 1e-6, 1, 0, 0, 0, 0, 0]])
+    assert near_ties(grouped, logits).tolist() == [True, True]
+
+
+def test_routed_inputs_have_no_near_tie():
+    layer = router_layer(experts=256, top_k=8, score="sigmoid", selection_bias=True, groups=8, top_groups=4)
+    parameters = make_parameters(layer)
+    logits = make_routed_inputs(layer, parameters, 3000).logits
+    assert bool(near_ties(layer, make_logits(layer, 3000), parameters.selection_bias).any())  # they do happen
+    assert not bool(near_ties(layer, logits, parameters.selection_bias).any())
 
 
 # --- tables and judgement ---------------------------------------------------------------------------------------------
