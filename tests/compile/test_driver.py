@@ -172,7 +172,9 @@ def test_a_damaged_entry_is_built_again(tiny: driver.BuildResult) -> None:
     assert tiny.artifact_dir is not None and tiny.build_key is not None
     library = tiny.artifact_dir / "kernels.so"
     before = library.read_bytes()
+    library.unlink()  # another test may have it mapped: writing into that file would crash the process
     library.write_bytes(b"damaged")
+    library.chmod(0o700)
     assert Store().lookup_build(tiny.build_key) is None
     again = driver.build("tiny")
     assert not again.cache_hit and again.artifact_dir == tiny.artifact_dir
