@@ -29,7 +29,7 @@ class Section:
 
 
 def forward_context(plan: LayerPlan, stem: str) -> dict[str, Any]:
-    """Context of forward.py.jinja with every constant the plan offers; `used_only` drops what the text does not name."""
+    """Context of forward.py.jinja with every constant of the plan; `used_only` drops what the text does not name."""
     layer, kernel = plan.layer, plan.kernel("forward")
     shared = layer.shared.num > 0
     return {

@@ -72,11 +72,10 @@ def is_shared(kind):
 @cute.jit
 def read_task(ring: Ring, count: Int32, readers: Int32, lane: Int32):
     """Wait for the count-th record of this CTA, copy it and give the slot back on behalf of `readers` warps."""
-    slot = count % ring.slots
-    cute.arch.mbarrier_wait(ring.full + slot, (count // ring.slots) & 1)
-    task = Task(
-        ring.records[0, slot], ring.records[1, slot], ring.records[2, slot], ring.records[3, slot], ring.records[4, slot]
-    )
+    slot = sync.slot_of(count, ring.slots)
+    cute.arch.mbarrier_wait(ring.full + slot, sync.phase_of(count, ring.slots))
+    record = ring.records[None, slot]
+    task = Task(record[0], record[1], record[2], record[3], record[4])
     cute.arch.sync_warp()
     if lane == 0:
         sync.arrive_many(ring.empty.toint() + slot * 8, readers)
@@ -86,14 +85,15 @@ def read_task(ring: Ring, count: Int32, readers: Int32, lane: Int32):
 @cute.jit
 def publish(ring: Ring, count: Int32, task: Task, lane: Int32):
     """Write the count-th record once its slot is free. Called by the scheduler warp."""
-    slot = count % ring.slots
-    cute.arch.mbarrier_wait(ring.empty + slot, ((count // ring.slots) & 1) ^ 1)
+    slot = sync.slot_of(count, ring.slots)
+    cute.arch.mbarrier_wait(ring.empty + slot, sync.phase_of(count, ring.slots) ^ 1)
     if lane == 0:
-        ring.records[0, slot] = task.kind
-        ring.records[1, slot] = task.expert
-        ring.records[2, slot] = task.row_block
-        ring.records[3, slot] = task.col_tile
-        ring.records[4, slot] = task.rows
+        record = ring.records[None, slot]
+        record[0] = task.kind
+        record[1] = task.expert
+        record[2] = task.row_block
+        record[3] = task.col_tile
+        record[4] = task.rows
         cute.arch.mbarrier_arrive(ring.full + slot)
 
 

@@ -35,6 +35,17 @@ def signal(counter: cute.Pointer, amount: Int32):
     cute.arch.red(counter, amount, op="add", dtype="s32", sem="release", scope="gpu")
 
 
+def slot_of(count, slots: int):
+    """Slot of the count-th use of a ring; count >= 0."""
+    return count & (slots - 1) if slots & (slots - 1) == 0 else count % slots
+
+
+def phase_of(count, slots: int):
+    """Parity of the mbarrier phase that the count-th use of a ring completes."""
+    turns = count >> (slots.bit_length() - 1) if slots & (slots - 1) == 0 else count // slots
+    return turns & 1
+
+
 @cute.jit
 def claim_ahead(ticket: cute.Pointer, lane: Int32):
     """Take the next number of a ticket counter; only lane 0 holds it and nothing waits for it until `claimed`."""
@@ -58,7 +69,7 @@ def claim(ticket: cute.Pointer, lane: Int32):
 
 @cute.jit
 def make_barriers(smem, count: Constexpr[int], arrivals: Constexpr[int]):
-    """`count` mbarriers in shared memory that expect `arrivals` arrivals a phase; one thread of warp 0 initialises them."""
+    """`count` mbarriers in shared memory, `arrivals` arrivals a phase; a thread of warp 0 initialises them."""
     barriers = smem.allocate_array(Int64, count)
     if cute.arch.make_warp_uniform(cute.arch.warp_idx()) == 0:
         with cute.arch.elect_one():

@@ -105,7 +105,7 @@ def hand_over(stages: Stages, block: Int32, still_flying: Constexpr[int], lane: 
     cute.arch.cp_async_wait_group(still_flying)
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.sync_warp()
-    sync.arrive(stages.full.toint() + (block % stages.count) * 8, Boolean(lane == 0))
+    sync.arrive(stages.full.toint() + sync.slot_of(block, stages.count) * 8, Boolean(lane == 0))
 
 
 @cute.jit
@@ -119,8 +119,8 @@ def make_stages(smem, smem_a: cute.Tensor, count: Constexpr[int], full: Constexp
 @cute.jit
 def acquire(stages: Stages, block: Int32):
     """Wait until the stage of the block-th K block of this CTA is free; returns its index."""
-    stage = block % stages.count
-    cute.arch.mbarrier_wait(stages.empty + stage, ((block // stages.count) & 1) ^ 1)
+    stage = sync.slot_of(block, stages.count)
+    cute.arch.mbarrier_wait(stages.empty + stage, sync.phase_of(block, stages.count) ^ 1)
     return stage
 
 

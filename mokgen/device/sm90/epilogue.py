@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, range_constexpr
 
 from mokgen.device import sync
+from mokgen.device.formats import pack_bf16
 from mokgen.device.sm90 import copy
 
 CHUNK_BYTES = 64 * 64 * 2
@@ -33,14 +34,6 @@ class Output(NamedTuple):
 
 def output_of(smem_out: cute.Tensor, group, warp, lane) -> Output:
     return Output(group, warp % 4, lane, smem_out.iterator.toint() + group * (CHUNKS * CHUNK_BYTES))
-
-
-@cute.jit
-def pack(low: Float32, high: Float32):
-    """Two fp32 to bf16x2, round to nearest even; `low` in the lower half."""
-    return cute.arch.inline_ptx(
-        "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[high, low]
-    )
 
 
 @cute.jit
@@ -90,7 +83,7 @@ def gated(
     row: Int32,
     column: Int32,
 ):
-    """Activation of the gate half (columns 0..127) and the up half (128..255), stored to targets[which], boxes (row, column..+1)."""
+    """Activation of gate (columns 0..127) and up (128..255), stored to boxes (row, column..) of targets[which]."""
     for chunk in range_constexpr(2):
         open_chunk(output)
         for step in range_constexpr(chunk * STEPS_PER_CHUNK, (chunk + 1) * STEPS_PER_CHUNK):
@@ -99,7 +92,7 @@ def gated(
                 a = 4 * (2 * step + (h >> 1)) + 2 * (h & 1)
                 low = activation(acc[a], acc[a + 64], alpha, clamp)
                 high = activation(acc[a + 1], acc[a + 65], alpha, clamp)
-                words.append(pack(low, high))
+                words.append(pack_bf16(low, high))
             store_matrix(step_address(output, step), words)
         close_chunk(output, targets, which, row, column + chunk, chunk)
 
@@ -113,7 +106,7 @@ def plain(acc: cute.Tensor, output: Output, targets: list, which: Int32, row: In
             words = []
             for h in range_constexpr(4):
                 a = 4 * (2 * step + (h >> 1)) + 2 * (h & 1)
-                words.append(pack(acc[a], acc[a + 1]))
+                words.append(pack_bf16(acc[a], acc[a + 1]))
             store_matrix(step_address(output, step), words)
         close_chunk(output, targets, which, row, column + chunk, chunk)
 
@@ -162,7 +155,7 @@ def add_gate_up_bias(
     half_stride: Constexpr[int],
     lane: Int32,
 ):
-    """Bias of 128 gate and 128 up columns; strides say where column j + 1 and the up half lie in an expert's 2I values."""
+    """Bias of 128 gate and 128 up columns; strides of the next column and of the up half in an expert's bias."""
     column = col_tile * 128
     first = expert * (2 * intermediate_size) + column * column_stride
     add_bias(acc, bias, first, column_stride, intermediate_size - column, 0, lane)

@@ -53,12 +53,13 @@ def operands(mma: cute.TiledMma, group: Int32, smem_a: cute.Tensor, smem_b: cute
 @cute.jit
 def release(stages: Stages, block: Int32, lane: Int32):
     """Give the stage of the block-th K block back: one arrival per consumer warp."""
-    sync.arrive(stages.empty.toint() + (block % stages.count) * 8, Boolean(lane == 0))
+    sync.arrive(stages.empty.toint() + sync.slot_of(block, stages.count) * 8, Boolean(lane == 0))
 
 
 @cute.jit
 def wait_full(stages: Stages, block: Int32):
-    cute.arch.mbarrier_wait(stages.full + block % stages.count, (block // stages.count) & 1)
+    stage = sync.slot_of(block, stages.count)
+    cute.arch.mbarrier_wait(stages.full + stage, sync.phase_of(block, stages.count))
 
 
 @cute.jit
@@ -82,7 +83,7 @@ def accumulate(operands: Operands, stages: Stages, acc: cute.Tensor, block: Int3
     """
     for i in cutlass.range(num_blocks, unroll=1):
         wait_full(stages, block + i)
-        multiply_block(operands, acc, (block + i) % stages.count, Boolean(i > 0))
+        multiply_block(operands, acc, sync.slot_of(block + i, stages.count), Boolean(i > 0))
         warpgroup.wait_group(1)
         if i > 0:
             release(stages, block + i - 1, lane)

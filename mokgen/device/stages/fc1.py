@@ -19,10 +19,11 @@ def load_tile(
     in_flight: Constexpr[int],
     loads_weights: Constexpr[bool],
 ):
-    """A load warp's share of the tile: its rows of every A block; the warp with `loads_weights` brings gate and up too.
+    """A load warp's share of the tile: its rows of every A block; the warp that `loads_weights` brings gate and up too.
 
-    weights: partitions of the gate|up maps, routed MLP first, with box coordinates (column tile, K block, half, expert);
-    half 0 is gate, 1 is up. A block's rows are handed over once the copies of `in_flight` later blocks are under way.
+    weights: partitions of the gate|up maps, routed MLP first, with box coordinates (column tile, K block, half,
+    expert); half 0 is gate, 1 is up. A block's rows are handed over once the copies of `in_flight` later blocks are
+    under way.
     """
     which = scheduler.is_shared(task.kind)
     for k_block in cutlass.range(num_k_blocks, unroll=1):

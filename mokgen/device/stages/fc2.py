@@ -9,14 +9,12 @@ from mokgen.device.sm90 import copy
 
 
 @cute.jit
-def load_tile(
-    stages: copy.Stages, block: Int32, num_k_blocks: Int32, rows: list, weights: list, task: scheduler.Task
-):
+def load_tile(stages: copy.Stages, block: Int32, num_k_blocks: Int32, rows: list, weights: list, task: scheduler.Task):
     """All K blocks of the tile, by one warp.
 
-    rows, weights: partitions of the hidden and the down maps, routed MLP first, with box coordinates (row block, K block)
-    and (column tile, K block, expert). The rows were stored by TMA on other SMs; the caller has waited for their counter,
-    and the fence orders these reads, made through the async proxy, after that wait.
+    rows, weights: partitions of the hidden and the down maps, routed MLP first, with box coordinates (row block, K
+    block) and (column tile, K block, expert). The rows were stored by TMA on other SMs; the caller has waited for their
+    counter, and the fence orders these reads, made through the async proxy, after that wait.
     """
     which = scheduler.is_shared(task.kind)
     cute.arch.fence_proxy("async.global")

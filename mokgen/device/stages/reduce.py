@@ -11,6 +11,7 @@ import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, Int64, const_expr, range_constexpr
 
 from mokgen.device.activations import sigmoid
+from mokgen.device.formats import pack_bf16, unpack_bf16
 
 COLUMNS_PER_LANE = 8  # 16 bytes
 WARP_COLUMNS = 32 * COLUMNS_PER_LANE
@@ -53,32 +54,19 @@ def load_row_chunk(address: Int64, row: Int32):
 
 
 @cute.jit
-def bits_to_float(bits: Int32):
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[bits])
-
-
-@cute.jit
 def add_scaled(total: cute.Tensor, words: list, scale: Float32):
     """total[0..7] += scale * the eight bf16 values of four words, fp32."""
     for i in range_constexpr(4):
-        total[2 * i] = total[2 * i] + scale * bits_to_float(words[i] << 16)
-        total[2 * i + 1] = total[2 * i + 1] + scale * bits_to_float(words[i] & Int32(-65536))
-
-
-@cute.jit
-def pack(low: Float32, high: Float32):
-    return cute.arch.inline_ptx(
-        "cvt.rn.bf16x2.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[high, low]
-    )
+        low, high = unpack_bf16(words[i])
+        total[2 * i] = total[2 * i] + scale * low
+        total[2 * i + 1] = total[2 * i + 1] + scale * high
 
 
 @cute.jit
 def store_chunk(out: cute.Tensor, token: Int32, column: Int32, total: cute.Tensor, hidden_size: Constexpr[int]):
     address = out.iterator.toint() + (Int64(token) * hidden_size + column) * 2
-    words = [pack(total[2 * i], total[2 * i + 1]) for i in range(4)]
-    cute.arch.inline_ptx(
-        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
-    )
+    words = [pack_bf16(total[2 * i], total[2 * i + 1]) for i in range(4)]
+    cute.arch.inline_ptx("st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words])
 
 
 @cute.jit
