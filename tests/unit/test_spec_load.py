@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ruamel.yaml import YAML
 
 from mokgen.errors import SpecError, UsageError
 from mokgen.spec.load import load_spec, load_with_places, shipped_names
+from mokgen.spec.moe import ExpertSpec, MoeSpec, RouterLogits, SharedSpec
+from mokgen.spec.parts import PrecisionSpec, TargetSpec, TopologySpec
 
 BASE = """\
 hidden_size: 256
@@ -232,3 +237,45 @@ def test_located_errors_keep_their_class(write):
     error = load_with_places(path).located(UnsupportedError("no kernels", "topology.capacity", "dropless"))
     assert isinstance(error, UnsupportedError)
     assert error.where == f"{path}:7:3: topology.capacity"
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.sampled_from(["ids", "logits", "sm_90a", "", "a.b"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+FIELDS = [
+    (*name, leaf)
+    for name, model in {
+        (): MoeSpec,
+        ("experts",): ExpertSpec,
+        ("router",): RouterLogits,
+        ("shared",): SharedSpec,
+        ("topology",): TopologySpec,
+        ("target",): TargetSpec,
+        ("precision",): PrecisionSpec,
+    }.items()
+    for leaf in model.model_fields
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(changes=st.lists(st.tuples(st.sampled_from(FIELDS), VALUES), min_size=1, max_size=3))
+def test_any_value_in_any_field_is_taken_or_refused_with_its_place(tmp_path_factory, changes):
+    data = YAML(typ="safe").load(BASE)
+    for (*parents, leaf), value in changes:
+        node = data
+        for parent in parents:
+            if not isinstance(node.get(parent), dict):
+                node[parent] = {}
+            node = node[parent]
+        node[leaf] = value
+    path = tmp_path_factory.mktemp("fuzz") / "layer.yaml"
+    with path.open("w") as stream:
+        YAML(typ="safe").dump(data, stream)
+    try:
+        spec = load_spec(path)
+    except SpecError as error:
+        assert all(entry.where.startswith(str(path)) and entry.what for entry in error.diagnostics)
+    else:
+        assert spec.hidden_size % 8 == 0
