@@ -314,17 +314,19 @@ class _on:  # noqa: N801
             self._guard.__exit__(None, None, None)
 
 
-def load_layer(source: Any, *, arch: str | None = None, overrides: tuple[str, ...] = ()) -> Layer:
+def load_layer(
+    source: Any, *, arch: str | None = None, overrides: tuple[str, ...] = (), device: str | None = None
+) -> Layer:
     """Load a layer from an artifact directory, a spec (path or object) or a resolved layer.
 
-    With a GPU its kernels come from the cache, or are built first where the compiler is. Without one the layer is
-    planned, nothing is compiled, and calls run on the CPU executor.
+    With a GPU its kernels come from the cache, or are built first where the compiler is. Without one, or with
+    `device="cpu"`, the layer is planned, nothing is compiled, and calls run on the CPU executor.
     """
     if isinstance(source, str | Path) and (Path(source) / MANIFEST_NAME).is_file():
         return load_artifact(source)
     from mokgen import driver
 
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and device != "cpu":
         arch = arch or arch_of(torch.cuda.get_device_capability())
         return load_artifact(driver.obtain(source, arch=arch, overrides=overrides))
     planned = driver.plan_of(source, arch, overrides)

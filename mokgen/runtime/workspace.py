@@ -1,8 +1,8 @@
 """Device memory the kernels of a call share: one growing buffer per (device, stream) for all layers of the process.
 
 Calls on one stream run one after the other, so they may use the same bytes; calls on two streams never do. While a
-CUDA graph is captured every call takes fresh memory from the graph's own pool instead, because a graph may be replayed
-on any stream.
+CUDA graph is captured, or warmed up in a private pool, every call takes fresh memory from that pool instead, because a
+graph may be replayed on any stream.
 """
 
 from __future__ import annotations
@@ -70,8 +70,20 @@ def take(num_bytes: int, device: torch.device) -> torch.Tensor:
     if base is None or base.numel() < num_bytes:
         # The old buffer goes back to the allocator of the stream it was used on: later calls come after earlier ones.
         _pool.pop(key, None)
-        base = _pool[key] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        base = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        if _in_default_pool(base):
+            _pool[key] = base
     return base[:num_bytes]
+
+
+def _in_default_pool(tensor: torch.Tensor) -> bool:
+    """False for memory of a private pool, which its owner (a graph about to be captured) takes back as a whole."""
+    if torch.cuda.get_allocator_backend() != "native":
+        return True
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+        if segment["address"] <= tensor.data_ptr() < segment["address"] + segment["total_size"]:
+            return tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
+    return True
 
 
 def clear() -> None:

@@ -71,25 +71,25 @@ def open_subject(source: Any, device: str | None = None) -> Subject:
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if place.type == "cuda":
         place = torch.device("cuda", torch.cuda.current_device() if place.index is None else place.index)
-    layer = _open(source)
+    layer = _open(source, place)
     if place.type == "cpu":
         twin = reduced_layer(layer.layer)
         if twin != layer.layer:
-            full, layer = layer, load_layer(twin)
+            full, layer = layer, load_layer(twin, device="cpu")
             return Subject(layer, place, f"reduced twin on the CPU executor: {_sizes(twin)} for {_sizes(full.layer)}")
         return Subject(layer, place, f"CPU executor: {_sizes(twin)}")
     name = torch.cuda.get_device_name(place)
     return Subject(layer, place, f"{layer.program.arch} kernels on {name}: {_sizes(layer.layer)}")
 
 
-def _open(source: Any) -> Layer:
+def _open(source: Any, place: torch.device) -> Layer:
     if isinstance(source, Layer):
         return source
     if isinstance(source, Mapping):
-        return load_layer(ResolvedLayer.from_dict(dict(source)))
+        source = ResolvedLayer.from_dict(dict(source))
     if isinstance(source, str | Path) and (Path(source) / MANIFEST_NAME).is_file():
         return load_artifact(source)
-    return load_layer(source)
+    return load_layer(source, device=place.type)
 
 
 def _sizes(layer: ResolvedLayer) -> str:

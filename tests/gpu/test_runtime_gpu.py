@@ -89,6 +89,25 @@ def test_torch_compile_fullgraph(who):
         torch.testing.assert_close(compiled(*order), block(*order), rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.skipif(not (shutil.which("cc") or shutil.which("gcc")), reason="Triton needs a C compiler")
+def test_torch_compile_with_cuda_graphs(who):
+    """Inductor warms up and captures in a memory pool of its own and refuses memory that somebody keeps there."""
+    given = given_of(who)
+    order = [given[name] for name in ("x", "logits_or_ids", "weights", "w_gate_up", "w_down")]
+
+    def block(x, ids, weights, w_gate_up, w_down):
+        return who.layer(x, ids, weights, w_gate_up=w_gate_up, w_down=w_down) + 1
+
+    torch._dynamo.reset()
+    compiled = torch.compile(block, fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad():
+        expected = block(*order)
+        for _ in range(5):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert torch.equal(compiled(*order).clone(), expected)
+    who.layer.check()
+
+
 def test_backward_says_that_there_is_none(who):
     given = given_of(who)
     given["w_down"].requires_grad_()
