@@ -77,9 +77,8 @@ class Layer(torch.nn.Module):
         x: Tensor,
         logits_or_ids: Tensor,
         weights: Tensor | None = None,
-        *,
-        w_gate_up: Tensor,
-        w_down: Tensor,
+        w_gate_up: Tensor | None = None,
+        w_down: Tensor | None = None,
         b_gate_up: Tensor | None = None,
         b_down: Tensor | None = None,
         w_shared_gate_up: Tensor | None = None,
@@ -93,6 +92,8 @@ class Layer(torch.nn.Module):
         A layer with `router.input: ids` takes ids (T, K) int32 or int64 and weights (T, K). One with `logits` takes
         logits (T, E) and routes by itself; given ids and weights (T, K) fp32 it skips its router.
         """
+        if w_gate_up is None or w_down is None:
+            raise ArgumentError("missing", where="w_gate_up" if w_gate_up is None else "w_down")
         parameters = (w_gate_up, w_down, b_gate_up, b_down, w_shared_gate_up, w_shared_down)
         rest = (shared_gate_logits, selection_bias, logit_bias)
         given = (self.name, x, logits_or_ids, weights, *parameters, *rest)
