@@ -70,7 +70,7 @@ def kernel(ids: cute.Tensor, id_words: Int32, workspace: cute.Tensor, error_addr
     )
     counts = schedule.allocate_counts(SmemAllocator(), SHAPE)
     place = schedule.here(routes, SHAPE)
-    schedule.open_mailbox(counts, place, SHAPE)
+    schedule.open_mailbox(counts, place)
     schedule.clear_counters(tables, place, SHAPE)
     schedule.count_part(routes, counts, tables, place, SHAPE)
     cute.arch.sync_threads()

@@ -8,11 +8,12 @@ row block of the ticket's expert, and `block_expert` names it.
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Constexpr, Int32
+from cutlass import Constexpr, Int32, range_constexpr
 
 from mokgen.device import sync
 
 RECORD_WORDS = 8
+TASK_WORDS = 5  # of a record, the fields of Task
 END = -1  # kind of the record after the last task
 SHARED_FC1, FC1, SHARED_FC2, FC2, REDUCE = 0, 1, 2, 3, 4
 LOAD_ROLE, MMA_ROLE, SCHEDULER_ROLE, REDUCE_ROLE = 0, 1, 2, 3  # as post-mortems name them
@@ -74,12 +75,13 @@ def read_task(ring: Ring, count: Int32, readers: Int32, lane: Int32):
     """Wait for the count-th record of this CTA, copy it and give the slot back on behalf of `readers` warps."""
     slot = sync.slot_of(count, ring.slots)
     cute.arch.mbarrier_wait(ring.full + slot, sync.phase_of(count, ring.slots))
-    record = ring.records[None, slot]
-    task = Task(record[0], record[1], record[2], record[3], record[4])
-    cute.arch.sync_warp()
-    if lane == 0:
+    words = cute.make_rmem_tensor(TASK_WORDS, Int32)
+    words.fill(0)
+    if lane == 0:  # the lane that reads gives back, so that the order is one thread's own
+        for i in range_constexpr(TASK_WORDS):
+            words[i] = ring.records[i, slot]
         sync.arrive_many(ring.empty.toint() + slot * 8, readers)
-    return task
+    return Task(*(cute.arch.shuffle_sync(words[i], 0) for i in range(TASK_WORDS)))
 
 
 @cute.jit

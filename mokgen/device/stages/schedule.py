@@ -207,12 +207,11 @@ def count_part(ids: Ids, counts: Counts, tables: Tables, place: Place, shape: Co
 
 
 @cute.jit
-def open_mailbox(counts: Counts, place: Place, shape: Constexpr):
-    """Make `counts.arrived` expect the counts of all CTAs, and tell the cluster. A CTA sends after `cluster_wait`."""
+def open_mailbox(counts: Counts, place: Place):
+    """Initialise `counts.arrived` and tell the cluster. A CTA sends after `cluster_wait`."""
     if place.thread == 0:
         cute.arch.mbarrier_init(counts.arrived, 1)
         cute.arch.mbarrier_init_fence()
-        cute.arch.mbarrier_arrive_and_expect_tx(counts.arrived, 4 * shape.cluster_ctas * (shape.num_experts + 1))
     cute.arch.cluster_arrive_relaxed()
 
 
@@ -226,7 +225,13 @@ def send(counts: Counts, bin: Int32, value: Int32, place: Place, shape: Constexp
 
 @cute.jit
 def sum_warps(counts: Counts, place: Place, shape: Constexpr):
-    """Turn each warp's counts into the sum over lower warps, and send the sum over all to the cluster."""
+    """Turn each warp's counts into the sum over lower warps, and send the sum over all to the cluster.
+
+    The mailbox's one arrival comes here and says how many bytes to expect; bytes that landed before it are counted too,
+    and the phase cannot end without it.
+    """
+    if place.thread == 0:
+        cute.arch.mbarrier_arrive_and_expect_tx(counts.arrived, 4 * shape.cluster_ctas * (shape.num_experts + 1))
     threads = shape.warps * LANES
     for expert in cutlass.range(place.thread, shape.num_experts, threads, unroll=1):
         routes = [counts.part[w, expert] for w in range(shape.warps)]
