@@ -42,8 +42,8 @@ class SharedLayer:
 class ResolvedLayer:
     """One MoE layer on one rank; sizes in elements, all optionals resolved.
 
-    Tensors (row-major): x (T, H) bf16; w_gate_up (E, 2I, H); w_down (E, H, I); b_gate_up (E, 2I) and b_down (E, H) bf16 when
-    `expert_bias`; w_shared_gate_up (2*Is, H) [gate rows, then up rows], w_shared_down (H, Is) when shared.num > 0.
+    Tensors (row-major): x (T, H) bf16; w_gate_up (E, 2I, H); w_down (E, H, I); b_gate_up (E, 2I) and b_down (E, H) bf16
+    when `expert_bias`; w_shared_gate_up (2*Is, H) [gate rows, then up rows], w_shared_down (H, Is) when shared.num > 0.
     """
 
     hidden_size: int

@@ -12,6 +12,9 @@ from mokgen.facts.formats import PRECISIONS
 from mokgen.lower.layer import ResolvedLayer, RouterLayer, SharedLayer
 from mokgen.spec.moe import MoeSpec, RouterIds, RouterLogits
 
+# The reduction and the router unroll over the slots of a token: compiled without spills up to here, with spills at 512.
+MAX_TOP_K = 128
+
 
 def resolve(spec: MoeSpec) -> ResolvedLayer:
     """The layer of a legal spec; raises `UnsupportedError` listing every choice that has no kernels."""
@@ -97,6 +100,8 @@ def _shared(spec: MoeSpec) -> SharedLayer:
 def _unsupported(spec: MoeSpec) -> Iterator[Diagnostic]:
     """Legal choices without kernels: the stage that lacks them and the nearest choice that exists."""
     topology = spec.topology
+    if spec.router.top_k > MAX_TOP_K:
+        yield _no_kernels("route and reduce", "router.top_k", spec.router.top_k, str(MAX_TOP_K))
     if spec.precision.kind not in PRECISIONS:
         yield _no_kernels("quantize, fc1 and fc2", "precision.kind", spec.precision.kind, "bf16")
     if topology.ep_size > 1:

@@ -48,7 +48,7 @@ class RouterIds(SpecModel):
     """`ids`: ids and weights are arguments. `logits`: the layer computes them from logits."""
 
     top_k: PositiveInt
-    """Routes per token K."""
+    """Routes per token K. Above 128: no kernels yet."""
 
     weight_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the weights argument."""
@@ -61,7 +61,7 @@ class RouterLogits(SpecModel):
     """`ids`: ids and weights are arguments. `logits`: the layer computes them from logits."""
 
     top_k: PositiveInt
-    """Routes per token K."""
+    """Routes per token K. Above 128: no kernels yet."""
 
     score: Literal["softmax", "sigmoid"] = "softmax"
     """Function from logits to scores."""

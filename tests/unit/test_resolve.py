@@ -105,6 +105,7 @@ def test_layers_survive_json(name):
 @pytest.mark.parametrize(
     ("fields", "where", "stage", "nearest"),
     [
+        ({"router": {"input": "ids", "top_k": 129}, "experts": experts(num=256)}, "router.top_k", "reduce", "128"),
         ({"precision": {"kind": "fp8_block"}}, "precision.kind", "quantize", "bf16"),
         ({"precision": {"kind": "mxfp8"}}, "precision.kind", "quantize", "bf16"),
         ({"topology": {"ep_size": 2, "transport": "virtual"}}, "topology.ep_size", "dispatch", "1"),
