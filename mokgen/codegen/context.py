@@ -18,6 +18,26 @@ from mokgen.plan.model import Constant, LayerPlan
 
 SCALAR_TYPES = {"int32": "Int32", "int64": "Int64"}
 FORWARD_TEMPLATE = "forward.py.jinja"
+INDENT, LINE_LENGTH = 4, 120
+MEANINGS = {
+    "NUM_STAGES": "operand stages",
+    "TASK_SLOTS": "tasks in the ring",
+    "CONSUMER_LAG": "K blocks the second warpgroup runs behind the first",
+    "GATHERS_IN_FLIGHT": "K blocks of gathered rows under way before the oldest is handed over",
+    "REDUCE_TOKENS": "of a reduce item",
+    "SLAB_TILES": "fc2 column tiles of a slab",
+    "STAGE_FULL_ARRIVALS": "fc1: each load warp and the TMA announcement; fc2: one thread arrives as often",
+    "STAGE_EMPTY_ARRIVALS": "each mma warp",
+    "TASK_FULL_ARRIVALS": "the scheduler",
+    "TASK_EMPTY_ARRIVALS": "every warp",
+    "HIDDEN_READY_ARRIVALS": "column tiles x 2 warpgroups",
+    "SHARED_HIDDEN_READY_ARRIVALS": "the same for the shared expert",
+    "SLAB_DONE_ARRIVALS_PER_TILE": "warpgroups",
+    "ERROR": "1 once a bounded wait has expired",
+    "HIDDEN_READY": "a word per row block",
+    "SHARED_HIDDEN_READY": "a word per 128 tokens",
+    "SLAB_DONE": "a word per slab",
+}
 
 
 @dataclass(frozen=True)
@@ -47,6 +67,7 @@ def forward_context(plan: LayerPlan, stem: str) -> dict[str, Any]:
         "FC1_EPILOGUE_TEXT": fc1_text(layer),
         "FC2_EPILOGUE_TEXT": "Round to bf16" + (" with the bias added" if layer.expert_bias else "") + ", stored to y.",
         "ORDER_TEXT": order_text(shared),
+        "LAUNCH_CALL": launch_call(layer),
         **gate_up_strides(layer),
     }
 
@@ -70,7 +91,8 @@ def sections(constants: Iterable[Constant | tuple[str, str]]) -> list[Section]:
     lines: dict[str, list[str]] = {}
     for constant in constants:
         if isinstance(constant, Constant):
-            lines.setdefault(constant.section, []).append(f"{constant.name} = {constant.value}")
+            meaning = f"  # {MEANINGS[constant.name]}" if constant.name in MEANINGS else ""
+            lines.setdefault(constant.section, []).append(f"{constant.name} = {constant.value}{meaning}")
         else:
             lines.setdefault(LAYER, []).append(f"{constant[0]} = {constant[1]}")
     return [Section(title, tuple(entries)) for title, entries in lines.items()]
@@ -91,6 +113,22 @@ def argument_line(argument: Argument) -> str:
 def parameter(argument: Argument) -> str:
     kind = "cute.Tensor" if argument.shape is not None else SCALAR_TYPES[argument.dtype]
     return f"{argument.name}: {kind}"
+
+
+def launch_call(layer: ResolvedLayer) -> list[str]:
+    """`kernel = forward(...)` as a formatter breaks it."""
+    names = ["x", "topk_weights"]
+    names += ["copy.flat(b_gate_up)", "copy.flat(b_down)"] if layer.expert_bias else []
+    names += ["shared_gate_logits"] if shared_kind(layer) == "sigmoid" else []
+    names += ["out", "workspace", "routed"] + (["shared"] if layer.shared.num > 0 else [])
+    names += ["wait_limit_ns", "error_address"]
+    whole = f"kernel = forward({', '.join(names)})"
+    if len(whole) + INDENT <= LINE_LENGTH:
+        return [whole]
+    inside = ", ".join(names)
+    if len(inside) + 2 * INDENT <= LINE_LENGTH:
+        return ["kernel = forward(", f"    {inside}", ")"]
+    return ["kernel = forward(", *(f"    {name}," for name in names), ")"]
 
 
 def summary(layer: ResolvedLayer) -> str:

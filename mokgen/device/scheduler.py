@@ -60,7 +60,7 @@ def make_ring(smem, slots: Constexpr[int], full: Constexpr[int], empty: Constexp
     return Ring(records, sync.make_barriers(smem, slots, full), sync.make_barriers(smem, slots, empty), slots)
 
 
-def gathers(kind):
+def is_fc1(kind):
     """Whether a task's rows are gathered by all load warps; such tasks come before all others in ticket order."""
     return (kind == SHARED_FC1) | (kind == FC1)
 

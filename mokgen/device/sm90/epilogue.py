@@ -11,7 +11,7 @@ from typing import NamedTuple
 import cutlass.cute as cute
 from cutlass import Constexpr, Float32, Int32, range_constexpr
 
-from mokgen.device import sync
+from mokgen.device import scheduler, sync
 from mokgen.device.formats import pack_bf16
 from mokgen.device.sm90 import copy
 
@@ -54,12 +54,13 @@ def open_chunk(output: Output):
 
 
 @cute.jit
-def close_chunk(output: Output, targets: list, which: Int32, row: Int32, column: Int32, chunk: Constexpr[int]):
-    """Make the chunk visible to the async proxy and start its store to targets[which], box (row, column)."""
+def close_chunk(output: Output, targets: list, task: scheduler.Task, column: Int32, chunk: Constexpr[int]):
+    """Make the chunk visible to the async proxy and start its store to this warpgroup's box in column `column`."""
     cute.arch.fence_proxy("async.shared", space="cta")
     cute.arch.barrier(barrier_id=FIRST_BARRIER + output.group, number_of_threads=GROUP_THREADS)
     if output.warp == 0:
-        copy.store_tile(targets, which, (row, column), output.group * CHUNKS + chunk % CHUNKS)
+        box = (2 * task.row_block + output.group, column)
+        copy.store_tile(targets, scheduler.is_shared(task.kind), box, output.group * CHUNKS + chunk % CHUNKS)
 
 
 @cute.jit
@@ -79,11 +80,9 @@ def gated(
     clamp: Constexpr[float],
     output: Output,
     targets: list,
-    which: Int32,
-    row: Int32,
-    column: Int32,
+    task: scheduler.Task,
 ):
-    """Activation of gate (columns 0..127) and up (128..255), stored to boxes (row, column..) of targets[which]."""
+    """Activation of gate (columns 0..127) and up (128..255), stored to the task's two boxes of hidden rows."""
     for chunk in range_constexpr(2):
         open_chunk(output)
         for step in range_constexpr(chunk * STEPS_PER_CHUNK, (chunk + 1) * STEPS_PER_CHUNK):
@@ -94,12 +93,12 @@ def gated(
                 high = activation(acc[a + 1], acc[a + 65], alpha, clamp)
                 words.append(pack_bf16(low, high))
             store_matrix(step_address(output, step), words)
-        close_chunk(output, targets, which, row, column + chunk, chunk)
+        close_chunk(output, targets, task, 2 * task.col_tile + chunk, chunk)
 
 
 @cute.jit
-def plain(acc: cute.Tensor, output: Output, targets: list, which: Int32, row: Int32, column: Int32):
-    """Round 64 x 256 accumulators to bf16, stored to targets[which], boxes (row, column..+3)."""
+def plain(acc: cute.Tensor, output: Output, targets: list, task: scheduler.Task):
+    """Round 64 x 256 accumulators to bf16, stored to the task's four boxes of y rows."""
     for chunk in range_constexpr(4):
         open_chunk(output)
         for step in range_constexpr(chunk * STEPS_PER_CHUNK, (chunk + 1) * STEPS_PER_CHUNK):
@@ -108,11 +107,11 @@ def plain(acc: cute.Tensor, output: Output, targets: list, which: Int32, row: In
                 a = 4 * (2 * step + (h >> 1)) + 2 * (h & 1)
                 words.append(pack_bf16(acc[a], acc[a + 1]))
             store_matrix(step_address(output, step), words)
-        close_chunk(output, targets, which, row, column + chunk, chunk)
+        close_chunk(output, targets, task, 4 * task.col_tile + chunk, chunk)
 
 
 @cute.jit
-def finish(output: Output, counters: cute.Tensor, pending: Int32):
+def signal_stored(output: Output, counters: cute.Tensor, pending: Int32):
     """Wait until this warpgroup's stores are in global memory, then signal counter `pending` (none if negative)."""
     if output.warp == 0:
         cute.arch.cp_async_bulk_wait_group(0)
@@ -148,26 +147,23 @@ def add_bias(
 def add_gate_up_bias(
     acc: cute.Tensor,
     bias: cute.Tensor,
-    expert: Int32,
-    col_tile: Int32,
+    task: scheduler.Task,
     intermediate_size: Constexpr[int],
     column_stride: Constexpr[int],
     half_stride: Constexpr[int],
     lane: Int32,
 ):
     """Bias of 128 gate and 128 up columns; strides of the next column and of the up half in an expert's bias."""
-    column = col_tile * 128
-    first = expert * (2 * intermediate_size) + column * column_stride
+    column = task.col_tile * 128
+    first = task.expert * (2 * intermediate_size) + column * column_stride
     add_bias(acc, bias, first, column_stride, intermediate_size - column, 0, lane)
     add_bias(acc, bias, first + half_stride, column_stride, intermediate_size - column, 1, lane)
 
 
 @cute.jit
-def add_down_bias(
-    acc: cute.Tensor, bias: cute.Tensor, expert: Int32, col_tile: Int32, hidden_size: Constexpr[int], lane: Int32
-):
+def add_down_bias(acc: cute.Tensor, bias: cute.Tensor, task: scheduler.Task, hidden_size: Constexpr[int], lane: Int32):
     """Bias of 256 output columns."""
-    column = col_tile * 256
-    first = expert * hidden_size + column
+    column = task.col_tile * 256
+    first = task.expert * hidden_size + column
     add_bias(acc, bias, first, 1, hidden_size - column, 0, lane)
     add_bias(acc, bias, first + 128, 1, hidden_size - column - 128, 1, lane)
