@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 
 from mokgen.lower.build import lower
-from mokgen.lower.layer import ResolvedLayer
+from mokgen.lower.layer import ResolvedLayer, RouterLayer
 from mokgen.lower.resolve import resolve
+from mokgen.plan.model import LayerPlan
 from mokgen.plan.schedule import make_plan
 from mokgen.runtime.layer import Layer, layer_of_plan, load_layer
 from mokgen.spec.moe import MoeSpec
@@ -74,6 +76,18 @@ def spec(max_tokens: int = 1024, **changes: Any) -> MoeSpec:
 
 def resolved(max_tokens: int = 1024, **changes: Any) -> ResolvedLayer:
     return resolve(spec(max_tokens, **changes))
+
+
+def router_plan(experts: int, router: RouterLayer, max_tokens: int, **knobs: int) -> LayerPlan:
+    """Plan of a layer whose routing is what is tested: any router, experts of 64 x 64."""
+    base = resolved(max_tokens, hidden_size=64, experts__intermediate_size=64)
+    return make_plan(
+        lower(
+            replace(
+                base, num_experts=experts, num_local_experts=experts, router=router, knobs=tuple(sorted(knobs.items()))
+            )
+        )
+    )
 
 
 def cpu_layer(max_tokens: int = 1024, **changes: Any) -> Layer:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mokgen.codegen.context import FORWARD_TEMPLATE, forward_context, used_only
-from mokgen.codegen.small_kernels import ScheduleLaunch, route_context, schedule_context
+from mokgen.codegen.small_kernels import route_context, schedule_context
 from mokgen.codegen.templates import render
 from mokgen.errors import UnsupportedError
 from mokgen.plan.model import LayerPlan
@@ -44,26 +44,8 @@ def emit_forward(plan: LayerPlan, stem: str) -> str:
 
 
 def emit_route(plan: LayerPlan, stem: str) -> str:
-    return render("route.py.jinja", route_context(stem, plan.arch, plan.layer.num_experts, plan.layer.router))
+    return render("route.py.jinja", route_context(plan, stem))
 
 
 def emit_schedule(plan: LayerPlan, stem: str) -> str:
-    layer, kernel = plan.layer, plan.kernel("schedule")
-    numbers = {constant.name: int(constant.value) for constant in kernel.constants}
-    launch = ScheduleLaunch(
-        numbers["CLUSTERS"], numbers["CLUSTER_CTAS"], numbers["NUM_WARPS"], numbers["ROUTES_PER_LANE"]
-    )
-    context = schedule_context(
-        stem,
-        plan.arch,
-        num_experts=layer.num_local_experts,
-        top_k=layer.top_k,
-        max_tokens=layer.max_tokens,
-        tile_m=numbers["TILE_M"],
-        max_row_blocks=numbers["MAX_ROW_BLOCKS"],
-        offsets={region.name: region.offset for region in plan.regions},
-        counter_words=numbers["COUNTER_WORDS"],
-        workspace_bytes=plan.workspace_bytes,
-        launch=launch,
-    )
-    return render("schedule.py.jinja", context)
+    return render("schedule.py.jinja", schedule_context(plan, stem))

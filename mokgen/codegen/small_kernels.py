@@ -1,116 +1,35 @@
-"""What the templates of the two small kernels, route and schedule, print: a flat context of constants and call lines.
+"""What the templates of the two small kernels, route and schedule, print: constants, arguments and call lines.
 
-Takes plain numbers and the resolved router, so that a plan of any shape can fill it. Behaviour is chosen here, by the
-name of a device function; the templates have no conditions.
+Every number of a launch is the plan's. Behaviour is chosen here, by the name of a device function; the templates have
+no conditions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from mokgen.errors import UnsupportedError
 from mokgen.lower.layer import RouterLayer
-
-LANES = 32
-MAX_WARPS = 32
-SMEM_BYTES = 232448 - 1024  # of a CTA on sm_90a, less what the launch itself may take
-ALIGNMENT_SLACK = 8 * 16  # eight allocations, aligned to 16 bytes
-BATCH_ROUTES = 4  # ids in flight per lane: hides the latency of a load behind the counting of the others
-ROUTES_PER_CLUSTER = 65536  # a second cluster pays once placing this many rows takes longer than a launch
-MAX_CLUSTERS = 4
-ROUTE_WARPS = 8
+from mokgen.plan.constants import LAYER
+from mokgen.plan.model import LayerPlan
 
 SCORES = {"softmax": "route.softmax", "sigmoid": "route.sigmoid"}
 GROUP_SCORES = {"max": "route.largest", "top2_sum": "route.top2_sum"}
 
 
-@dataclass(frozen=True)
-class ScheduleLaunch:
-    """Launch numbers of the schedule kernel."""
-
-    clusters: int
-    cluster_ctas: int
-    num_warps: int  # of a CTA
-    routes_per_lane: int
-
-    @property
-    def threads(self) -> int:
-        return LANES * self.num_warps
+# Shapes of the route kernel's arguments in the names of its text.
+ROUTE_SHAPES = {
+    "logits": '("T", NUM_EXPERTS)',
+    "selection_bias": "(NUM_EXPERTS,)",
+    "logit_bias": "(NUM_EXPERTS,)",
+    "ids": '("T", TOP_K)',
+    "weights": '("T", TOP_K)',
+}
 
 
-def schedule_smem_bytes(num_experts: int, num_warps: int, cluster_ctas: int) -> int:
-    """Shared memory of a schedule CTA: per bin a count of every warp and every CTA and three sums; two tables of 32."""
-    bins = num_experts + 1
-    return 4 * ((num_warps + cluster_ctas + 2) * bins + num_experts + 2 * LANES) + 8 + ALIGNMENT_SLACK
-
-
-def schedule_launch(num_experts: int, max_routes: int) -> ScheduleLaunch:
-    """Launch numbers derived from the layer: the most warps, then CTAs, whose counts fit into shared memory."""
-    shapes = [(ctas, warps) for ctas in (16, 8) for warps in (32, 16, 8)]
-    shapes += [(ctas, warps) for ctas in (4, 2, 1) for warps in (8, 4, 2, 1)]
-    for ctas, warps in shapes:
-        if schedule_smem_bytes(num_experts, warps, ctas) <= SMEM_BYTES:
-            clusters = max(1, min(MAX_CLUSTERS, max_routes // ROUTES_PER_CLUSTER))
-            return ScheduleLaunch(clusters, ctas, warps, BATCH_ROUTES)
-    raise UnsupportedError(
-        f"the schedule kernel counts {num_experts} experts in shared memory, which does not hold that many",
-        where="experts.num",
-    )
-
-
-def schedule_context(
-    stem: str,
-    arch: str,
-    *,
-    num_experts: int,
-    top_k: int,
-    max_tokens: int,
-    tile_m: int,
-    max_row_blocks: int,
-    offsets: Mapping[str, int],
-    counter_words: int,
-    workspace_bytes: int,
-    launch: ScheduleLaunch,
-) -> dict[str, Any]:
-    """Context of schedule.py.jinja; `offsets` are byte offsets by region name."""
-    regions = ("counters", "block_start", "block_expert", "block_rows", "row_token", "slot_row")
-    return {
-        "STEM": stem,
-        "ARCH": arch,
-        "NUM_EXPERTS": num_experts,
-        "TOP_K": top_k,
-        "MAX_TOKENS": max_tokens,
-        "TILE_M": tile_m,
-        "MAX_ROW_BLOCKS": max_row_blocks,
-        "MAX_ROWS": max_row_blocks * tile_m,
-        "CLUSTERS": launch.clusters,
-        "CLUSTER_CTAS": launch.cluster_ctas,
-        "NUM_WARPS": launch.num_warps,
-        "ROUTES_PER_LANE": launch.routes_per_lane,
-        **{name.upper(): offsets[name] for name in regions},
-        "COUNTER_WORDS": counter_words,
-        "WORKSPACE_BYTES": workspace_bytes,
-    }
-
-
-def route_warps(num_experts: int) -> int:
-    """Warps, and so tokens, of a route CTA: eight, fewer where their scores do not fit into shared memory."""
-    warps = ROUTE_WARPS
-    while warps > 1 and 4 * warps * num_experts > SMEM_BYTES:
-        warps //= 2
-    return warps
-
-
-def route_arguments(num_experts: int, router: RouterLayer) -> list[tuple[str, str, str]]:
-    """Arguments in call order: name, dtype, shape as text."""
-    arguments = [("logits", router.logits_dtype, '("T", NUM_EXPERTS)')]
-    if router.selection_bias:
-        arguments.append(("selection_bias", "fp32", "(NUM_EXPERTS,)"))
-    if router.logit_bias:
-        arguments.append(("logit_bias", "fp32", "(NUM_EXPERTS,)"))
-    return [*arguments, ("ids", "int32", '("T", TOP_K)'), ("weights", "fp32", '("T", TOP_K)')]
+def schedule_context(plan: LayerPlan, stem: str) -> dict[str, Any]:
+    """Context of schedule.py.jinja: the plan's constants by name."""
+    constants = plan.kernel("schedule").constants
+    return {"STEM": stem, "ARCH": plan.arch, **{constant.name: constant.value for constant in constants}}
 
 
 def is_group_limited(router: RouterLayer) -> bool:
@@ -148,18 +67,19 @@ def route_steps(router: RouterLayer) -> list[str]:
     return steps
 
 
-def route_context(stem: str, arch: str, num_experts: int, router: RouterLayer) -> dict[str, Any]:
+def route_context(plan: LayerPlan, stem: str) -> dict[str, Any]:
     """Context of route.py.jinja."""
-    constants: list[tuple[str, int | float]] = [("NUM_EXPERTS", num_experts), ("TOP_K", router.top_k)]
-    if is_group_limited(router):
-        constants += [("NUM_GROUPS", router.groups), ("TOP_GROUPS", router.top_groups)]
+    kernel, router = plan.kernel("route"), plan.layer.router
+    constants: list[tuple[str, int | float]] = [
+        (constant.name, constant.value) for constant in kernel.constants if constant.section == LAYER
+    ]
     if router.scale != 1.0:
         constants.append(("WEIGHT_SCALE", router.scale))
     return {
         "STEM": stem,
-        "ARCH": arch,
+        "ARCH": plan.arch,
         "LAYER_CONSTANTS": constants,
-        "NUM_WARPS": route_warps(num_experts),
-        "ARGUMENTS": route_arguments(num_experts, router),
+        "NUM_WARPS": kernel.constant("NUM_WARPS"),
+        "ARGUMENTS": [(entry.name, entry.dtype, ROUTE_SHAPES[entry.name]) for entry in kernel.arguments],
         "STEPS": route_steps(router),
     }

@@ -14,10 +14,11 @@ from mokgen.errors import Diagnostic, PlanError, VerifyError
 from mokgen.facts.arch import ARCHS
 from mokgen.facts.formats import FORMATS
 from mokgen.plan.barriers import barrier_count, working_roles
-from mokgen.plan.constants import forward_constants
+from mokgen.plan.constants import forward_constants, route_constants, schedule_constants
 from mokgen.plan.findings import Finding
 from mokgen.plan.flow import check_flow
-from mokgen.plan.model import Barrier, KernelPlan, LayerPlan, Pipeline, Region
+from mokgen.plan.launches import SmallLaunch
+from mokgen.plan.model import Barrier, Constant, KernelPlan, LayerPlan, Pipeline, Region
 from mokgen.plan.regions import COUNTERS, REGION_ALIGN
 from mokgen.plan.roles import GROUP_WARPS, WARP_THREADS, total_warps, units_of
 from mokgen.plan.tiles import BF16_BYTES, TASK_WORDS
@@ -33,8 +34,9 @@ def verify(plan: LayerPlan) -> list[Finding]:
     findings = [*_check_regions(plan), *_check_counters(plan), *_check_capacity(plan)]
     for kernel in plan.kernels:
         findings += [*_check_warps(plan, kernel), *_check_shared(plan, kernel), *_check_arguments(plan, kernel)]
+        findings += _check_constants(plan, kernel)
         if kernel.queues:
-            findings += [*_check_kinds(plan, kernel), *_check_pipelines(kernel), *_check_constants(plan, kernel)]
+            findings += [*_check_kinds(plan, kernel), *_check_pipelines(kernel)]
             findings += check_flow(plan, kernel)
     return findings
 
@@ -161,6 +163,8 @@ def _check_warps(plan: LayerPlan, kernel: KernelPlan) -> Iterator[Finding]:
         first = role.first_warp + role.num_warps
     if kernel.threads != WARP_THREADS * total_warps(kernel.roles) or kernel.threads > arch.max_threads_per_cta:
         yield Finding("roles", kernel.name, f"{kernel.threads} threads, roles have {total_warps(kernel.roles)} warps")
+    if not 1 <= kernel.cluster <= arch.max_cluster:
+        yield Finding("cluster", kernel.name, f"{kernel.cluster} CTAs in a cluster, {arch.name} has {arch.max_cluster}")
     budget = [role.registers for role in kernel.roles for _ in range(role.num_warps)]
     if not any(budget):
         return
@@ -299,18 +303,8 @@ def _check_barrier(kernel: KernelPlan, where: str, barrier: Barrier) -> Iterator
 
 def _check_constants(plan: LayerPlan, kernel: KernelPlan) -> Iterator[Finding]:
     """What the text will name is what the tables say."""
-    assert kernel.tiles is not None
     try:
-        expected = forward_constants(
-            plan.layer,
-            kernel.tiles,
-            kernel.roles,
-            kernel.kinds,
-            kernel.pipelines,
-            plan.regions,
-            plan.counters,
-            plan.workspace_bytes,
-        )
+        expected = _constants(plan, kernel)
     except (KeyError, StopIteration, PlanError) as error:
         yield Finding("constants", kernel.name, f"cannot be derived: {error!r}")
         return
@@ -319,3 +313,27 @@ def _check_constants(plan: LayerPlan, kernel: KernelPlan) -> Iterator[Finding]:
     for name in sorted(stored.keys() | derived.keys()):
         if stored.get(name) != derived.get(name):
             yield Finding("constants", name, f"{stored.get(name)} stored, the tables say {derived.get(name)}")
+
+
+def _constants(plan: LayerPlan, kernel: KernelPlan) -> tuple[Constant, ...]:
+    """A launch's constants, derived again from roles, cluster, regions and layer."""
+    tiles = plan.kernel("forward").tiles
+    assert tiles is not None
+    if kernel.name == "forward":
+        return forward_constants(
+            plan.layer,
+            tiles,
+            kernel.roles,
+            kernel.kinds,
+            kernel.pipelines,
+            plan.regions,
+            plan.counters,
+            plan.workspace_bytes,
+        )
+    clusters = kernel.constant("CLUSTERS") if kernel.has_constant("CLUSTERS") else 1
+    launch = SmallLaunch(clusters, kernel.cluster, total_warps(kernel.roles), kernel.shared_bytes)
+    if kernel.name == "route":
+        return route_constants(plan.layer, launch)
+    if kernel.name == "schedule":
+        return schedule_constants(plan.layer, launch, plan.regions, plan.workspace_bytes, tiles)
+    raise PlanError(f"no table of constants for the launch {kernel.name}", where=kernel.name)

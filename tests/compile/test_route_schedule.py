@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import pytest
+from layers import router_plan
 
-from mokgen.codegen import small_kernels
+from mokgen.codegen.emit import emit
 from mokgen.compile.compiler import KernelReport
 from mokgen.compile.pool import compile_bundle
 from mokgen.lower.layer import RouterLayer
+from mokgen.plan.model import LayerPlan
 
 pytestmark = pytest.mark.compile
 ARCH = "sm_90a"
@@ -33,6 +34,9 @@ ROUTERS: dict[str, tuple[int, dict[str, Any]]] = {
     "odd": (90, {"top_k": 40, "score": "sigmoid", "logit_bias": True, "groups": 45, "top_groups": 20}),
 }  # fmt: skip
 
+SCHEDULE_NAMES = [f"schedule_{name}" for name in SCHEDULES]
+ROUTE_NAMES = [f"route_{name}" for name in ROUTERS]
+
 
 @dataclass(frozen=True)
 class Compiled:
@@ -42,51 +46,28 @@ class Compiled:
     ptx: str
 
 
-def contexts() -> dict[str, tuple[str, dict[str, Any]]]:
-    """Template and context of every kernel, by name."""
-    found: dict[str, tuple[str, dict[str, Any]]] = {}
-    for name, (experts, top_k, tokens) in SCHEDULES.items():
-        blocks = (tokens * top_k + 127 * min(experts, tokens * top_k)) // 128
-        regions = ("counters", "block_start", "block_expert", "block_rows", "row_token", "slot_row")
-        context = small_kernels.schedule_context(
-            name,
-            ARCH,
-            num_experts=experts,
-            top_k=top_k,
-            max_tokens=tokens,
-            tile_m=128,
-            max_row_blocks=blocks,
-            offsets={region: i << 26 for i, region in enumerate(regions)},
-            counter_words=96 + blocks,
-            workspace_bytes=6 << 26,
-            launch=small_kernels.schedule_launch(experts, tokens * top_k),
-        )
-        found[f"schedule_{name}"] = ("schedule.py.jinja", context)
-    for name, (experts, changes) in ROUTERS.items():
-        router = replace(PLAIN, **changes)
-        found[f"route_{name}"] = ("route.py.jinja", small_kernels.route_context(name, ARCH, experts, router))
-    return found
+def plan_of(name: str) -> LayerPlan:
+    """Plan of schedule_<entry of SCHEDULES> or route_<entry of ROUTERS>."""
+    kernel, _, entry = name.partition("_")
+    if kernel == "schedule":
+        experts, top_k, tokens = SCHEDULES[entry]
+        return router_plan(experts, replace(PLAIN, top_k=top_k), tokens)
+    experts, changes = ROUTERS[entry]
+    return router_plan(experts, replace(PLAIN, **changes), 1024)
+
+
+def text_of(name: str) -> str:
+    return emit(plan_of(name), name).files[f"{name.partition('_')[0]}.py"]
 
 
 @pytest.fixture(scope="module")
-def compiled(root: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Compiled]:
     """All kernels above, compiled once."""
     folder = tmp_path_factory.mktemp("route_schedule")
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(root / "templates"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    for name, (template, context) in contexts().items():
-        (folder / f"{name}.py").write_text(environment.get_template(template).render(context))
+    for name in SCHEDULE_NAMES + ROUTE_NAMES:
+        (folder / f"{name}.py").write_text(text_of(name))
     reports = compile_bundle(folder, ARCH, jobs=2)
     return {report.kernel: Compiled(report, (folder / report.ptx).read_text()) for report in reports}
-
-
-SCHEDULE_NAMES = [f"schedule_{name}" for name in SCHEDULES]
-ROUTE_NAMES = [f"route_{name}" for name in ROUTERS]
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES + ROUTE_NAMES)
@@ -100,11 +81,15 @@ def test_no_stack_no_spills_no_local_memory(compiled: dict[str, Compiled], name:
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_shared_memory_is_what_the_launch_was_derived_from(compiled: dict[str, Compiled], name: str) -> None:
-    experts = SCHEDULES[name.removeprefix("schedule_")][0]
-    report, launch = compiled[name].report, small_kernels.schedule_launch(experts, 1)
-    assert report.threads == launch.threads
-    derived = small_kernels.schedule_smem_bytes(experts, launch.num_warps, launch.cluster_ctas)
-    assert 0 <= derived - report.smem_bytes <= small_kernels.ALIGNMENT_SLACK
+    report, kernel = compiled[name].report, plan_of(name).kernel("schedule")
+    assert report.threads == kernel.threads
+    assert report.smem_bytes == kernel.shared_bytes
+
+
+@pytest.mark.parametrize("name", ROUTE_NAMES)
+def test_route_is_launched_as_planned(compiled: dict[str, Compiled], name: str) -> None:
+    report, kernel = compiled[name].report, plan_of(name).kernel("route")
+    assert (report.threads, report.smem_bytes) == (kernel.threads, kernel.shared_bytes)
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
@@ -120,13 +105,12 @@ def test_schedule_is_deterministic_integer_work(compiled: dict[str, Compiled], n
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_counts_are_sent_to_every_peer_once_all_mailboxes_are_open(compiled: dict[str, Compiled], name: str) -> None:
-    experts = SCHEDULES[name.removeprefix("schedule_")][0]
     words = r"(mbarrier\.init|fence\.mbarrier_init|barrier\.cluster\.\w+|st\.async|mbarrier\.try_wait)"
     order = re.findall(words, compiled[name].ptx)
     first = ["mbarrier.init", "fence.mbarrier_init", "barrier.cluster.arrive", "barrier.cluster.wait"]
     assert order[:4] == first
     assert "barrier.cluster.arrive.relaxed" in compiled[name].ptx, "a releasing one waits for all global stores"
-    assert order[4:-1] == ["st.async"] * 2 * small_kernels.schedule_launch(experts, 1).cluster_ctas  # counts, invalid
+    assert order[4:-1] == ["st.async"] * 2 * plan_of(name).kernel("schedule").cluster  # counts, invalid
     assert order[-1] == "mbarrier.try_wait"
 
 
@@ -139,14 +123,7 @@ def test_scores_are_rounded_as_torch_rounds(compiled: dict[str, Compiled], name:
     assert "redux.sync.max.s32" in ptx and "redux.sync.min.s32" in ptx
 
 
-def test_same_text_gives_the_same_object(compiled: dict[str, Compiled], root: Path, tmp_path: Path) -> None:
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(root / "templates"),
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    template, context = contexts()["route_odd"]
-    (tmp_path / "route_odd.py").write_text(environment.get_template(template).render(context))
+def test_same_text_gives_the_same_object(compiled: dict[str, Compiled], tmp_path: Path) -> None:
+    (tmp_path / "route_odd.py").write_text(text_of("route_odd"))
     (report,) = compile_bundle(tmp_path, ARCH, jobs=1)
     assert (tmp_path / report.ptx).read_text() == compiled["route_odd"].ptx

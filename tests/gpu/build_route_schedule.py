@@ -11,18 +11,17 @@ import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import jinja2
-
-from mokgen.codegen import small_kernels
-from mokgen.compile.pool import compile_bundle
-from mokgen.lower.layer import RouterLayer
-
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+from layers import router_plan  # noqa: E402
+
+from mokgen.codegen.emit import emit_route, emit_schedule  # noqa: E402
+from mokgen.compile.pool import compile_bundle  # noqa: E402
+from mokgen.lower.layer import RouterLayer  # noqa: E402
+from mokgen.plan.model import LayerPlan  # noqa: E402
+
 ARCH = "sm_90a"
-TILE_M = 128
-ALIGN = 1024
-COUNTER_HEADER = 96
-FEW_SLABS = 8
 
 PLAIN = RouterLayer(
     input="logits", top_k=8, score="softmax", order="score_then_topk", normalize=False, scale=1.0,
@@ -34,7 +33,7 @@ DEEPSEEK = replace(
     group_score="top2_sum", logits_dtype="fp32",
 )  # fmt: skip
 
-# name: (max tokens, experts, router, changes of the schedule's launch numbers)
+# name: (max tokens, experts, router, launch numbers of the schedule)
 CONFIGS: dict[str, tuple[int, int, RouterLayer, dict[str, int]]] = {
     "dsv3_slice": (8192, 32, PLAIN, {}),
     "dsv3": (8192, 256, DEEPSEEK, {}),
@@ -64,75 +63,42 @@ CONFIGS: dict[str, tuple[int, int, RouterLayer, dict[str, int]]] = {
 }
 
 
-def workspace_layout(max_tokens: int, num_experts: int, top_k: int) -> dict[str, object]:
-    """Offsets of the regions that the schedule writes, one after the other, and what depends on them."""
-    routes = max_tokens * top_k
-    max_row_blocks = (routes + (TILE_M - 1) * min(num_experts, routes)) // TILE_M
-    counter_words = COUNTER_HEADER + max_row_blocks + FEW_SLABS
-    words = {
-        "counters": counter_words,
-        "block_start": num_experts + 1,
-        "block_expert": max_row_blocks,
-        "block_rows": max_row_blocks,
-        "row_token": max_row_blocks * TILE_M,
-        "slot_row": routes,
-    }
-    offsets, end = {}, 0
-    for name, count in words.items():
-        offsets[name] = end
-        end += -(-4 * count // ALIGN) * ALIGN
-    return {
-        "max_row_blocks": max_row_blocks,
-        "counter_words": counter_words,
-        "offsets": offsets,
-        "words": words,
-        "workspace_bytes": end,
-    }
-
-
-def render(template: str, context: dict[str, object]) -> str:
-    """Text of one of the project's templates."""
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(ROOT / "templates"),
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-        autoescape=False,
+def plan_of(name: str) -> LayerPlan:
+    """Plan of one configuration; ids in flight per lane are no knob and are set in the plan itself."""
+    max_tokens, num_experts, router, changes = CONFIGS[name]
+    knobs = {f"schedule_{what}": value for what, value in changes.items() if what != "routes_per_lane"}
+    plan = router_plan(num_experts, router, max_tokens, **knobs)
+    kernel = plan.kernel("schedule")
+    lanes = changes.get("routes_per_lane", kernel.constant("ROUTES_PER_LANE"))
+    constants = tuple(
+        replace(entry, value=lanes) if entry.name == "ROUTES_PER_LANE" else entry for entry in kernel.constants
     )
-    return environment.get_template(template).render(context)
+    kernels = tuple(replace(entry, constants=constants) if entry is kernel else entry for entry in plan.kernels)
+    return replace(plan, kernels=kernels)
 
 
 def write_config(name: str, folder: Path) -> None:
     """Texts and config.json of one configuration."""
-    max_tokens, num_experts, router, changes = CONFIGS[name]
-    layout = workspace_layout(max_tokens, num_experts, router.top_k)
-    launch = replace(small_kernels.schedule_launch(num_experts, max_tokens * router.top_k), **changes)
-    schedule = small_kernels.schedule_context(
-        name,
-        ARCH,
-        num_experts=num_experts,
-        top_k=router.top_k,
-        max_tokens=max_tokens,
-        tile_m=TILE_M,
-        max_row_blocks=layout["max_row_blocks"],
-        offsets=layout["offsets"],
-        counter_words=layout["counter_words"],
-        workspace_bytes=layout["workspace_bytes"],
-        launch=launch,
-    )
+    plan = plan_of(name)
+    kernel, layer = plan.kernel("schedule"), plan.layer
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "schedule.py").write_text(render("schedule.py.jinja", schedule))
-    route = small_kernels.route_context(name, ARCH, num_experts, router)
-    (folder / "route.py").write_text(render("route.py.jinja", route))
+    (folder / "route.py").write_text(emit_route(plan, name))
+    (folder / "schedule.py").write_text(emit_schedule(plan, name))
+    tables = [region for region in plan.regions if region.writer == "schedule"]
+    launch = {"clusters": "CLUSTERS", "cluster_ctas": "CLUSTER_CTAS", "num_warps": "NUM_WARPS"}
     config = {
         "name": name,
-        "arch": ARCH,
-        "max_tokens": max_tokens,
-        "num_experts": num_experts,
-        "router": asdict(router),
-        "launch": asdict(launch),
-        **layout,
+        "arch": plan.arch,
+        "max_tokens": layer.max_tokens,
+        "num_experts": layer.num_experts,
+        "router": asdict(layer.router),
+        "launch": {
+            what: kernel.constant(constant)
+            for what, constant in {**launch, "routes_per_lane": "ROUTES_PER_LANE"}.items()
+        },
+        "offsets": {region.name: region.offset for region in tables},
+        "words": {region.name: region.bytes // 4 for region in tables},
+        "workspace_bytes": plan.workspace_bytes,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
 

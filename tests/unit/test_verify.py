@@ -29,8 +29,12 @@ def swap(items: tuple[Any, ...], name: str, **changes: Any) -> tuple[Any, ...]:
     return tuple(replace(item, **changes) if item.name == name else item for item in items)
 
 
-def with_forward(plan: LayerPlan = PLAN, **changes: Any) -> LayerPlan:
-    return replace(plan, kernels=swap(plan.kernels, "forward", **changes))
+def with_kernel(name: str, **changes: Any) -> LayerPlan:
+    return replace(PLAN, kernels=swap(PLAN.kernels, name, **changes))
+
+
+def with_forward(**changes: Any) -> LayerPlan:
+    return with_kernel("forward", **changes)
 
 
 def with_kind(name: str, **changes: Any) -> LayerPlan:
@@ -147,10 +151,18 @@ BROKEN: dict[str, tuple[str, Callable[[], LayerPlan]]] = {
         lambda: with_kind("fc1", signals=(replace(FORWARD.kind("fc1").signals[0], unit="warp"),)),
     ),
     "a role nobody has": ("task kinds", lambda: with_kind("fc2", waits=(replace(CIRCLE[0], role="store"),))),
-    "a constant that the tables contradict": (
-        "constants",
-        lambda: with_forward(constants=swap(FORWARD.constants, "NUM_SLABS", value=1)),
-    ),
+    "a cluster larger than the GPU has": ("cluster", lambda: with_kernel("schedule", cluster=32)),
+    **{
+        f"{constant.name} of {kernel.name} that the tables contradict": (
+            "constants",
+            lambda kernel=kernel, constant=constant: with_kernel(
+                kernel.name, constants=swap(kernel.constants, constant.name, value=constant.value + 1)
+            ),
+        )
+        for kernel in PLAN.kernels
+        for constant in kernel.constants
+        if constant.name != "CLUSTERS"  # stands in this constant alone
+    },
     "a workspace of another size": (
         "arguments",
         lambda: with_forward(arguments=swap(FORWARD.arguments, "workspace", shape=(1,))),
