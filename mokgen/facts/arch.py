@@ -7,12 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """One product of an architecture, for rooflines and default launch numbers; kernels never depend on it."""
+    """One product of an architecture, for rooflines and defaults of knobs; kernels never depend on it."""
 
     name: str
-    num_sms: int
-    memory_bytes: int
-    memory_bytes_per_second: float  # data sheet
     copy_bytes_per_second: float  # measured: read + write of a large copy
     matmul_flops_per_second: float  # measured: 8192^3 bf16 matmul through torch
 
@@ -22,24 +19,18 @@ class ArchTraits:
     """Limits of one compute capability (CUDA C++ programming guide, technical specifications per capability)."""
 
     name: str  # as compilers spell it: sm_90a
-    folder: str  # device library folder: sm90
     capability: tuple[int, int]
     smem_bytes_per_cta: int  # opt-in maximum: 228 KiB per SM less 1 KiB kept by the system
     registers_per_sm: int  # 32-bit
     max_registers_per_thread: int
     register_granule: int  # setmaxnreg takes multiples of this
     max_threads_per_cta: int
-    warp_size: int
-    max_cluster: int  # portable cluster size
-    mma: str
+    max_cluster: int  # CTAs; above 8, the portable size, a kernel needs an attribute that the DSL always sets
     device: Device
 
 
 H200 = Device(
     name="H200",
-    num_sms=132,
-    memory_bytes=141 * 10**9,
-    memory_bytes_per_second=4.8e12,
     copy_bytes_per_second=4.3e12,  # H200, 2026-12-01
     matmul_flops_per_second=760e12,  # H200, 2026-12-01: 747-773
 )
@@ -47,16 +38,13 @@ H200 = Device(
 ARCHS: dict[str, ArchTraits] = {
     "sm_90a": ArchTraits(
         name="sm_90a",
-        folder="sm90",
         capability=(9, 0),
         smem_bytes_per_cta=232448,
         registers_per_sm=65536,
         max_registers_per_thread=255,
         register_granule=8,
         max_threads_per_cta=1024,
-        warp_size=32,
-        max_cluster=8,
-        mma="wgmma",
+        max_cluster=16,
         device=H200,
     ),
 }

@@ -1,4 +1,4 @@
-"""Number formats of tensors: width, the name torch gives them, rounding step."""
+"""Number formats of tensors: width and the name torch gives them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ class NumberFormat:
     name: str
     bits: int
     torch_name: str
-    epsilon: float  # distance from 1.0 to the next number; 0 for integers
 
     @property
     def bytes(self) -> int:
@@ -38,12 +37,12 @@ class NumberFormat:
 FORMATS: dict[str, NumberFormat] = {
     row.name: row
     for row in (
-        NumberFormat("bf16", 16, "bfloat16", 2.0**-7),
-        NumberFormat("fp32", 32, "float32", 2.0**-23),
-        NumberFormat("fp64", 64, "float64", 2.0**-52),
-        NumberFormat("uint8", 8, "uint8", 0.0),
-        NumberFormat("int32", 32, "int32", 0.0),
-        NumberFormat("int64", 64, "int64", 0.0),
+        NumberFormat("bf16", 16, "bfloat16"),
+        NumberFormat("fp32", 32, "float32"),
+        NumberFormat("fp64", 64, "float64"),
+        NumberFormat("uint8", 8, "uint8"),
+        NumberFormat("int32", 32, "int32"),
+        NumberFormat("int64", 64, "int64"),
     )
 }
 

@@ -45,7 +45,8 @@ SCHEDULE_SHAPES += [(ctas, warps) for ctas in (4, 2, 1) for warps in (8, 4, 2, 1
 
 def schedule_launch(knobs: KnobReader) -> SmallLaunch:
     layer: ResolvedLayer = knobs.layer
-    fitting = [(c, w) for c, w in SCHEDULE_SHAPES if schedule_fits(layer, knobs.arch, w, c)]
+    shapes = [(ctas, warps) for ctas, warps in SCHEDULE_SHAPES if ctas <= knobs.arch.max_cluster]
+    fitting = [(ctas, warps) for ctas, warps in shapes if schedule_fits(layer, knobs.arch, warps, ctas)]
     if not fitting:
         raise _too_many_experts(knobs)
     ctas = knobs.take(

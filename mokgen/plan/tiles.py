@@ -112,7 +112,7 @@ def _schedule_warps(layer: ResolvedLayer, arch: ArchTraits) -> tuple[int, ...]:
 
 
 def _schedule_ctas(layer: ResolvedLayer, arch: ArchTraits) -> tuple[int, ...]:
-    return tuple(ctas for ctas in _powers(16) if schedule_fits(layer, arch, 1, ctas))
+    return tuple(ctas for ctas in _powers(arch.max_cluster) if schedule_fits(layer, arch, 1, ctas))
 
 
 def schedule_fits(layer: ResolvedLayer, arch: ArchTraits, warps: int, ctas: int) -> bool:
