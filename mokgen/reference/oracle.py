@@ -48,7 +48,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Choose experts. Returns ids (T, K) int32 in falling order of choice and weights (T, K) fp64.
 
-    Choices compare fp32 scores, ties go to the lowest id, a NaN ranks last. Weights are the fp64 scores of the chosen.
+    Choices compare fp32 scores: a NaN ranks with -inf, ties go to the lowest id, experts of closed groups are never
+    chosen. Weights are the fp64 scores of the chosen.
     """
     router = layer.router
     logits = logits_TE.float() if logit_bias_E is None else logits_TE.float() + logit_bias_E.float()
@@ -103,12 +104,11 @@ def _score(kind: str, logits: Tensor) -> Tensor:
 def _largest(values: Tensor, count: int, closed: Tensor | None = None) -> Tensor:
     """Column numbers of the `count` largest values of each row, falling, equal values in rising column order.
 
-    A NaN comes after every number, and a `closed` column after those.
+    A NaN equals -inf, and a `closed` column comes after every other.
     """
-    nan = values.isnan()
-    order = values.masked_fill(nan, -torch.inf).sort(dim=1, descending=True, stable=True).indices
-    last = nan.int() if closed is None else nan.int() + 2 * closed.int()
-    order = order.gather(1, last.gather(1, order).sort(dim=1, stable=True).indices)
+    order = values.masked_fill(values.isnan(), -torch.inf).sort(dim=1, descending=True, stable=True).indices
+    if closed is not None:
+        order = order.gather(1, closed.int().gather(1, order).sort(dim=1, stable=True).indices)
     return order[:, :count]
 
 

@@ -1,7 +1,7 @@
 """route: logits (T, E) to expert ids and weights (T, K). Exists only when the router's input is logits.
 
-Scores are fp32; ties go to the lowest expert id; ids are distinct and in range for any input: a NaN score orders below
-every number.
+Scores are fp32; a NaN ranks with -inf; ties go to the lowest expert id; experts of closed groups are never chosen. So
+ids are distinct and in range for any input.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def score(logits: torch.Tensor, router: RouterLayer) -> torch.Tensor:
 
 
 def largest(values: torch.Tensor, count: int, allowed: torch.Tensor | None = None) -> torch.Tensor:
-    """Indices (T, count) of the largest values per row, descending, ties to the lowest index, NaN last.
+    """Indices (T, count) of the largest values per row, descending, a NaN as -inf, ties to the lowest index.
 
     Where `allowed` is false an index comes after all allowed ones, whatever the values.
     """

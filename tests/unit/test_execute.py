@@ -344,6 +344,34 @@ def test_ids_are_distinct_and_in_range_for_any_logits(name, fill):
     assert all(len(set(row)) == layer.top_k for row in ids.tolist())
 
 
+ODD = [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, 1.0, -2.0, 3e38, -3e38, 1e-45]
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("limit", ["none", "max", "top2_sum"])
+@pytest.mark.parametrize("order", ["score_then_topk", "topk_then_score"])
+def test_odd_logits_and_biases_route_as_the_oracle_says(score, limit, order):
+    """NaN, infinities, signed zeros, ties and sums that overflow: the same ids in the same order, NaN weights alike."""
+    groups = {} if limit == "none" else {"groups": 8, "top_groups": 3, "group_score": limit}
+    base = resolved(2000, experts__num=32, router={"input": "logits", "top_k": 8})
+    layer = replace(
+        base, router=replace(base.router, score=score, order=order, selection_bias=True, logit_bias=True, **groups)
+    )
+    generator = torch.Generator().manual_seed(5)
+    draw = torch.randint(len(ODD), (2000, 32), generator=generator)
+    logits = torch.tensor(ODD)[draw]
+    logits[::3] = torch.tensor(ODD)[3 + draw[::3] % 8]  # rows of finite numbers
+    biases = [torch.tensor(ODD)[torch.randint(3, len(ODD), (32,), generator=generator)] for _ in range(2)]
+    biases[0][3], biases[0][9], biases[1][5] = torch.nan, torch.inf, -torch.inf
+    found = route(plan_of(layer), {"logits": logits, "selection_bias": biases[0], "logit_bias": biases[1]})
+    ids, weights = oracle.route(layer, logits, *biases)
+    assert torch.equal(found["ids"], ids)
+    assert torch.equal(found["topk_weights"].isnan(), weights.isnan()) and not weights.isnan().all()
+    torch.testing.assert_close(found["topk_weights"], weights.float(), atol=1e-6, rtol=1e-6, equal_nan=True)
+    if groups:
+        assert all(len(set(row)) <= 3 for row in (ids // 4).tolist()), "an expert of a closed group"
+
+
 def test_ties_go_to_the_lowest_id():
     layer = resolved(TOKENS, router={"input": "logits", "top_k": 3})
     logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0, 0.0], [0.0] * 8])

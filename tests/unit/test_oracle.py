@@ -235,10 +235,11 @@ def test_ids_are_distinct_and_in_range_for_any_logits(score, order, groups):
     assert all(len(set(row)) == 4 for row in ids.tolist())
 
 
-def test_a_nan_is_chosen_after_every_number_and_before_a_closed_group():
+def test_a_nan_ties_with_minus_infinity_and_comes_before_a_closed_group():
     layer = router_layer(top_k=3, order="topk_then_score", groups=2, top_groups=1)
     nan, low = math.nan, -math.inf
-    assert route(layer, torch.tensor([[nan, low, 3.0, nan, 2, 2, 2, 2]]))[0].tolist() == [[2, 1, 0]]
+    assert route(layer, torch.tensor([[nan, low, 3.0, nan, 2, 2, 2, 2]]))[0].tolist() == [[2, 0, 1]]
+    assert route(layer, torch.tensor([[low, nan, 3.0, low, 2, 2, 2, 2]]))[0].tolist() == [[2, 0, 1]]
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])

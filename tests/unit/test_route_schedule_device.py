@@ -23,6 +23,7 @@ from cutlass import Constexpr, Int32  # noqa: E402
 from cutlass.cute.runtime import from_dlpack  # noqa: E402
 
 from mokgen.device.stages import route, schedule  # noqa: E402
+from mokgen.reference import oracle  # noqa: E402
 from mokgen.stages import route as route_stage  # noqa: E402
 from mokgen.stages import schedule as schedule_stage  # noqa: E402
 
@@ -68,6 +69,23 @@ def test_keys_order_as_the_numbers_do() -> None:
     assert torch.equal(keys[:, None] < keys[None, :], ranked[:, None] < ranked[None, :])
     assert torch.equal(back, ranked)
     assert int(keys.min()) > route.NEVER
+
+
+def test_the_kernel_s_keys_rank_as_executor_and_oracle_do() -> None:
+    """By falling key, equal keys by rising index: what take_largest does one by one."""
+    generator = torch.Generator().manual_seed(4)
+    rows = torch.tensor(SOME_FLOATS)[torch.randint(len(SOME_FLOATS), (200, 24), generator=generator)]
+    keys = torch.stack([keys_of(row)[0] for row in rows])
+    ranked = keys.long().sort(dim=1, descending=True, stable=True).indices
+    assert torch.equal(route_stage.largest(rows, 24), ranked)
+    assert torch.equal(oracle._largest(rows, 24), ranked)
+    closed = torch.rand(rows.shape, generator=generator) < 0.4
+    keys[closed] = route.NEVER
+    ranked, open_experts = keys.long().sort(dim=1, descending=True, stable=True).indices, (~closed).sum(1)
+    for order in (route_stage.largest(rows, 24, ~closed), oracle._largest(rows, 24, closed)):
+        for row, count in enumerate(open_experts.tolist()):
+            assert torch.equal(order[row, :count], ranked[row, :count])
+            assert closed[row, order[row, count:]].all()
 
 
 @given(value=st.integers(-(2**63), 2**63 - 1) | st.integers(-3, 9) | st.integers(2**32 - 2, 2**32 + 9))
