@@ -118,4 +118,4 @@ def _unsupported(spec: MoeSpec) -> Iterator[Diagnostic]:
 
 
 def _no_kernels(stages: str, field: str, choice: object, nearest: str) -> Diagnostic:
-    return Diagnostic(f"{field}: {choice} has no kernels for {stages}", field, f"nearest supported: {nearest}")
+    return Diagnostic(f"{choice} has no kernels for {stages}", field, f"nearest supported: {nearest}")

@@ -149,17 +149,17 @@ class KnobReader:
         unknown = sorted(set(self.given) - set(KNOBS))
         if unknown:
             raise PlanError(
-                f"unknown knob {unknown[0]}", where=f"plan.{unknown[0]}", hint="knobs: " + ", ".join(sorted(KNOBS))
+                "no knob has this name", where=f"plan.{unknown[0]}", hint="knobs: " + ", ".join(sorted(KNOBS))
             )
 
     def take(self, name: str, default: int, reason: str) -> int:
         legal = KNOBS[name].legal(self.layer, self.arch)
         if not legal:
-            raise PlanError(f"no value of {name} fits {self.arch.name}", where=f"plan.{name}", hint=KNOBS[name].meaning)
+            raise PlanError(f"no value fits {self.arch.name}", where=f"plan.{name}", hint=KNOBS[name].meaning)
         value = self.given.get(name, default)
         if value not in legal or isinstance(value, str):
             listed = ", ".join(str(entry) for entry in legal)
-            raise PlanError(f"{name} = {value!r} is not possible", where=f"plan.{name}", hint=f"legal values: {listed}")
+            raise PlanError(f"{value!r} is not possible", where=f"plan.{name}", hint=f"legal values: {listed}")
         self.choices.append(Choice(name, value, "spec" if name in self.given else "derived", reason))
         return value
 

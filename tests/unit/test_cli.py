@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -72,6 +73,41 @@ def test_check_places_knobs_the_plan_refuses():
     result = invoke("check", "tiny", "--set", "plan.stagse=4")
     assert result.exit_code == 2
     assert "--set plan.stagse=4: plan.stagse" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["hidden_size=100"],
+        ["hidden_size=true"],
+        ["router.topk=4"],
+        ["router.top_k=9"],
+        ["router.groups=3"],
+        ["router.order=topk_then_score", "router.selection_bias=true"],
+        ["router.order=topk_then_score", "router.groups=2"],
+        ["router.top_k=129", "experts.num=256"],
+        ["precision.kind=fp8_block"],
+        ["topology.ep_size=3"],
+        ["topology.ep_size=8", "topology.transport=symmetric"],
+        ["topology.capacity=drop"],
+        ["passes=[forward, backward]"],
+        ["passes=[forward, forward]"],
+        ["target.archs=[sm_100a]"],
+        ["plan.stagse=4"],
+        ["plan.stages=99"],
+        ["plan.route_warps=three"],
+        ["topology.max_tokens_per_rank=1100000000"],
+    ],
+    ids=str,
+)
+def test_a_refusal_names_its_field_once(overrides):
+    chosen = [word for override in ("router.input=logits", *overrides) for word in ("--set", override)]
+    result = invoke("check", "tiny", *chosen)
+    assert result.exit_code == 2
+    said = re.findall(r"--set [\w.]+=.*?: ([a-z]\w*(?:\.\w+)*): (.*)", result.stderr)
+    assert said, result.stderr
+    for field, what in said:
+        assert not re.match(rf"(?:{re.escape(field)}|{field.rpartition('.')[2]})\b", what), f"{field}: {what}"
 
 
 @pytest.mark.parametrize(
