@@ -7,6 +7,7 @@ that do not must never enter a cache key.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -116,6 +117,16 @@ def child_environment(**changes: str | None) -> dict[str, str]:
     """Environment for a child process: ours with `changes` applied (None removes a variable)."""
     merged: dict[str, str | None] = {**os.environ, **changes}
     return {name: value for name, value in merged.items() if value is not None}
+
+
+def python_environment(**changes: str | None) -> dict[str, str]:
+    """`child_environment` for a Python process: what is importable here is so there, this mokgen first.
+
+    A checkout that is not installed is on nobody's path but that of the process whose working directory it is.
+    """
+    package_root = str(Path(__file__).resolve().parents[1])
+    search = [package_root, *(entry for entry in sys.path if entry and Path(entry).is_dir())]
+    return child_environment(**{"PYTHONPATH": os.pathsep.join(dict.fromkeys(search)), **changes})
 
 
 def with_prefix(*prefixes: str) -> dict[str, str]:

@@ -49,7 +49,7 @@ def _pytest(test: Path, output: Output) -> int:
     command = [sys.executable, "-m", "pytest", "-q", *quiet, str(test)]
     # The artifact may lie in a read-only cache, and pytest's own output must not mix with the JSON document.
     stdout = sys.stderr if output.as_json else None
-    environment = settings.child_environment(PYTHONDONTWRITEBYTECODE="1")
+    environment = settings.python_environment(PYTHONDONTWRITEBYTECODE="1")
     return subprocess.run(command, cwd=test.parent, env=environment, stdout=stdout, check=False).returncode
 
 

@@ -126,7 +126,5 @@ def find_linker() -> Path:
 
 def worker_environment() -> dict[str, str]:
     """Environment of a compile process: ours without the DSL's own switches, with this mokgen importable."""
-    package_root = str(Path(__file__).resolve().parents[2])
-    search = [package_root, *(entry for entry in sys.path if entry and Path(entry).is_dir())]
     changes: dict[str, str | None] = {name: None for name in settings.with_prefix(*DSL_ENVIRONMENT)}
-    return settings.child_environment(**changes, PYTHONPATH=":".join(dict.fromkeys(search)), PYTHONSAFEPATH="1")
+    return settings.python_environment(**changes, PYTHONSAFEPATH="1")

@@ -69,7 +69,7 @@ def _logits_router(router: RouterLogits, num: int) -> Iterator[Fault]:
             if used:
                 yield Fault(
                     f"router.{field}",
-                    f"works on scores before the choice, which order: topk_then_score does not have",
+                    "works on scores before the choice, which order: topk_then_score does not have",
                     f"order: score_then_topk, or leave {field} out",
                 )
     if num % router.groups:

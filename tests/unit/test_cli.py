@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import resource
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from mokgen.cli.app import app
+from mokgen.compile.toolchain import worker_environment
 from mokgen.errors import CompileError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -279,6 +281,32 @@ def test_test_command_runs_the_generated_file(monkeypatch, tmp_path):
     )
     assert "check_layer" in seen[0]
     assert invoke("test", "tiny").exit_code == 1
+
+
+def test_python_children_find_a_checkout_that_is_not_installed(monkeypatch, tmp_path):
+    """Without site-packages' own link to the checkout: -S leaves .pth files unread, the path is given by hand."""
+    from mokgen import settings
+
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if Path(entry or ".").resolve() != ROOT])
+    for environment in (settings.python_environment(), worker_environment()):
+        show = [sys.executable, "-S", "-c", "import mokgen; print(mokgen.__file__)"]
+        done = subprocess.run(show, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert done.stdout.strip() == str(ROOT / "mokgen" / "__init__.py"), done.stderr
+
+
+def test_test_command_gives_its_child_this_mokgen(monkeypatch):
+    from mokgen.cli import run
+
+    seen = []
+
+    def emulated(command, env, **options):
+        seen.append(env["PYTHONPATH"].split(os.pathsep)[0])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(run.subprocess, "run", emulated)
+    assert invoke("test", "tiny", "--reduced").exit_code == 0
+    assert seen == [str(ROOT)]
 
 
 def test_cache_commands(cache_dir):
