@@ -42,6 +42,7 @@ NUM_COL_TILES_FC1 = 16
 NUM_COL_TILES_FC2 = 28
 SLAB_TILES = 4  # fc2 column tiles of a slab
 NUM_SLABS = 7
+GROUP_BLOCKS = 8
 REDUCE_TOKENS = 16  # of a reduce item
 REDUCE_SLOTS_IN_FLIGHT = 8
 TASK_SLOTS = 3  # tasks in the ring
@@ -130,8 +131,7 @@ def fc1_load_tile(k: KernelArgs, task: scheduler.Task, block: Int32, loads_weigh
     """A load warp's share of an fc1 tile: a quarter of the rows, by token; warp 0 brings gate and up too, by TMA."""
     weights = [copy.partition(m.gate_up, mlp.halves(k.smem_b), mlp.HALF_BOX) for m in k.maps]
     row = task.row_block * TILE_M
-    in_order = task.kind == scheduler.SHARED_FC1
-    rows = copy.gather_either(k.x, k.rows.token, in_order, row, HIDDEN_SIZE // 8, k.tid)
+    rows = copy.gather_either(k.x, k.rows.token, task.kind == scheduler.SHARED_FC1, row, HIDDEN_SIZE // 8, k.tid)
     fc1.load_tile(k.stages, block, NUM_K_BLOCKS_FC1, rows, weights, task, GATHERS_IN_FLIGHT, loads_weights)
 
 
@@ -193,7 +193,7 @@ def gather_warps(k: KernelArgs):
 def decode(k: KernelArgs, ticket: Int32):
     """Tile of a ticket: the shared expert's fc1 tiles, all routed fc1 tiles, then both fc2 slab by slab, then END.
 
-    Expert by expert, row blocks before column tiles. An expert without rows has no row block, so no ticket.
+    Expert by expert, GROUP_BLOCKS row blocks at a time, row blocks before columns. No rows: no row block, no ticket.
     """
     num_blocks = k.rows.start[NUM_EXPERTS]
     shared = scheduler.blocks_of(k.x.shape[0], TILE_M)
@@ -202,17 +202,17 @@ def decode(k: KernelArgs, ticket: Int32):
     end_fc2 = end_fc1 + (shared + num_blocks) * NUM_COL_TILES_FC2
     task = scheduler.Task(Int32(scheduler.END), Int32(0), Int32(0), Int32(0), Int32(0))
     if ticket < end_shared_fc1:
-        task = scheduler.shared_tile(ticket, Int32(scheduler.SHARED_FC1), Int32(0), k.x.shape[0], TILE_M)
+        task = scheduler.shared_tile(ticket, scheduler.SHARED_FC1, NUM_COL_TILES_SHARED_FC1, 0, k.rows, k.x.shape[0])
     elif ticket < end_fc1:
         item = ticket - end_shared_fc1
-        task = scheduler.routed_tile(item, Int32(scheduler.FC1), Int32(NUM_COL_TILES_FC1), Int32(0), k.rows)
+        task = scheduler.routed_tile(item, scheduler.FC1, NUM_COL_TILES_FC1, 0, k.rows)
     elif ticket < end_fc2:
         slab = scheduler.slab_of(ticket - end_fc1, shared + num_blocks, SLAB_TILES, NUM_COL_TILES_FC2)
         first, item = slab.first_col_tile, slab.item - shared * slab.col_tiles
         if item < 0:
-            task = scheduler.shared_tile(slab.item, Int32(scheduler.SHARED_FC2), first, k.x.shape[0], TILE_M)
+            task = scheduler.shared_tile(slab.item, scheduler.SHARED_FC2, slab.col_tiles, first, k.rows, k.x.shape[0])
         else:
-            task = scheduler.routed_tile(item, Int32(scheduler.FC2), slab.col_tiles, first, k.rows)
+            task = scheduler.routed_tile(item, scheduler.FC2, slab.col_tiles, first, k.rows)
     return task
 
 
@@ -358,7 +358,7 @@ def forward(
         stages=stages,
         ring=ring,
         waits=sync.Waits(sync.words(workspace, COUNTERS, COUNTER_WORDS), ERROR, wait_limit_ns, error_address),
-        rows=scheduler.read_tables(workspace, TABLES, NUM_EXPERTS, MAX_ROW_BLOCKS, MAX_ROWS),
+        rows=scheduler.read_tables(workspace, TABLES, NUM_EXPERTS, MAX_ROW_BLOCKS, GROUP_BLOCKS),
         reduce_rows=reduce.Rows(
             out=out,
             weights=topk_weights,

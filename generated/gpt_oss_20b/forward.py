@@ -39,6 +39,7 @@ NUM_COL_TILES_FC1 = 23
 NUM_COL_TILES_FC2 = 12
 SLAB_TILES = 3  # fc2 column tiles of a slab
 NUM_SLABS = 4
+GROUP_BLOCKS = 8
 REDUCE_TOKENS = 16  # of a reduce item
 REDUCE_SLOTS_IN_FLIGHT = 4
 TASK_SLOTS = 3  # tasks in the ring
@@ -182,18 +183,17 @@ def gather_warps(k: KernelArgs):
 def decode(k: KernelArgs, ticket: Int32):
     """Tile of a ticket: all fc1 tiles, then fc2 slab by slab, then END.
 
-    Expert by expert, row blocks before column tiles. An expert without rows has no row block, so no ticket.
+    Expert by expert, GROUP_BLOCKS row blocks at a time, row blocks before columns. No rows: no row block, no ticket.
     """
     num_blocks = k.rows.start[NUM_EXPERTS]
     end_fc1 = num_blocks * NUM_COL_TILES_FC1
     end_fc2 = end_fc1 + num_blocks * NUM_COL_TILES_FC2
     task = scheduler.Task(Int32(scheduler.END), Int32(0), Int32(0), Int32(0), Int32(0))
     if ticket < end_fc1:
-        task = scheduler.routed_tile(ticket, Int32(scheduler.FC1), Int32(NUM_COL_TILES_FC1), Int32(0), k.rows)
+        task = scheduler.routed_tile(ticket, scheduler.FC1, NUM_COL_TILES_FC1, 0, k.rows)
     elif ticket < end_fc2:
         slab = scheduler.slab_of(ticket - end_fc1, num_blocks, SLAB_TILES, NUM_COL_TILES_FC2)
-        first = slab.first_col_tile
-        task = scheduler.routed_tile(slab.item, Int32(scheduler.FC2), slab.col_tiles, first, k.rows)
+        task = scheduler.routed_tile(slab.item, scheduler.FC2, slab.col_tiles, slab.first_col_tile, k.rows)
     return task
 
 
@@ -343,7 +343,7 @@ def forward(
         stages=stages,
         ring=ring,
         waits=sync.Waits(sync.words(workspace, COUNTERS, COUNTER_WORDS), ERROR, wait_limit_ns, error_address),
-        rows=scheduler.read_tables(workspace, TABLES, NUM_EXPERTS, MAX_ROW_BLOCKS, MAX_ROWS),
+        rows=scheduler.read_tables(workspace, TABLES, NUM_EXPERTS, MAX_ROW_BLOCKS, GROUP_BLOCKS),
         reduce_rows=reduce.Rows(
             out=out,
             weights=topk_weights,

@@ -12,6 +12,7 @@ from cutlass import Constexpr, Int32, range_constexpr
 
 from mokgen.device import sync
 
+ROW_BLOCK = 128  # rows
 RECORD_WORDS = 8
 TASK_WORDS = 5  # of a record, the fields of Task
 END = -1  # kind of the record after the last task
@@ -45,12 +46,14 @@ class RowTables(NamedTuple):
     expert: cute.Tensor  # (B_MAX,) int32
     rows: cute.Tensor  # (B_MAX,) int32: rows of the block that are not padding
     token: cute.Tensor  # (P_MAX,) int32: token of each row, -1 for padding
+    group_blocks: Constexpr  # row blocks that share their column tiles before the next row blocks are taken
 
 
-def read_tables(workspace, offsets: tuple, num_experts: int, max_blocks: int, max_rows: int) -> RowTables:
+def read_tables(workspace, offsets: tuple, num_experts: int, max_blocks: int, group_blocks: int) -> RowTables:
     """The tables at byte offsets (start, expert, rows, token) of the workspace."""
-    sizes = (num_experts + 1, max_blocks, max_blocks, max_rows)
-    return RowTables(*(sync.words(workspace, offset, size) for offset, size in zip(offsets, sizes, strict=True)))
+    sizes = (num_experts + 1, max_blocks, max_blocks, max_blocks * ROW_BLOCK)
+    tables = [sync.words(workspace, offset, size) for offset, size in zip(offsets, sizes, strict=True)]
+    return RowTables(*tables, group_blocks)
 
 
 @cute.jit
@@ -105,28 +108,48 @@ def blocks_of(tokens: Int32, tile_m: Constexpr[int]):
     return (tokens + (tile_m - 1)) // tile_m
 
 
-@cute.jit
-def routed_tile(item: Int32, kind: Int32, col_tiles: Int32, first_col_tile: Int32, blocks: RowTables):
-    """Tile `item` of a routed phase: expert-major, inside an expert row blocks fastest, then column tiles."""
-    expert = blocks.expert[item // col_tiles]
-    start = blocks.start[expert]
-    count = blocks.start[expert + 1] - start
-    local = item - start * col_tiles
-    col_tile = local // count
-    row_block = start + local - col_tile * count
-    return Task(kind, expert, row_block, first_col_tile + col_tile, blocks.rows[row_block])
+class Place(NamedTuple):
+    """A tile among those of one segment of row blocks."""
+
+    row_block: Int32
+    col_tile: Int32
 
 
 @cute.jit
-def shared_tile(item: Int32, kind: Int32, first_col_tile: Int32, tokens: Int32, tile_m: Constexpr[int]):
-    """Tile `item` of a shared-expert phase: rows are the tokens, row blocks fastest."""
-    count = blocks_of(tokens, tile_m)
-    col_tile = item // count
-    row_block = item - col_tile * count
-    rows = tokens - row_block * tile_m
-    if rows > tile_m:
-        rows = Int32(tile_m)
-    return Task(kind, Int32(0), row_block, first_col_tile + col_tile, rows)
+def place_of(item: Int32, row_blocks: Int32, col_tiles: Int32, group_blocks: Constexpr[int]):
+    """Tile `item` of a segment: groups of row blocks one after the other, in a group row blocks before column tiles.
+
+    The rows of a group stay in L2 while its column tiles pass.
+    """
+    group = item // (group_blocks * col_tiles)
+    inside = item - group * (group_blocks * col_tiles)
+    height = row_blocks - group * group_blocks
+    if height > group_blocks:
+        height = Int32(group_blocks)
+    col_tile = inside // height
+    return Place(group * group_blocks + inside - col_tile * height, col_tile)
+
+
+@cute.jit
+def routed_tile(item: Int32, kind: Constexpr[int], col_tiles: Int32, first_col_tile: Int32, tables: RowTables):
+    """Tile `item` of a routed phase, expert by expert."""
+    expert = tables.expert[item // col_tiles]
+    start = tables.start[expert]
+    place = place_of(item - start * col_tiles, tables.start[expert + 1] - start, Int32(col_tiles), tables.group_blocks)
+    row_block = start + place.row_block
+    return Task(Int32(kind), expert, row_block, first_col_tile + place.col_tile, tables.rows[row_block])
+
+
+@cute.jit
+def shared_tile(
+    item: Int32, kind: Constexpr[int], col_tiles: Int32, first_col_tile: Int32, tables: RowTables, tokens: Int32
+):
+    """Tile `item` of a shared-expert phase, whose rows are the tokens."""
+    place = place_of(item, blocks_of(tokens, ROW_BLOCK), Int32(col_tiles), tables.group_blocks)
+    rows = tokens - place.row_block * ROW_BLOCK
+    if rows > ROW_BLOCK:
+        rows = Int32(ROW_BLOCK)
+    return Task(Int32(kind), Int32(0), place.row_block, first_col_tile + place.col_tile, rows)
 
 
 class Slab(NamedTuple):

@@ -21,6 +21,7 @@ class TileConfig:
     stages: int  # pipeline stages of the operand ring
     slab_tiles: int  # column tiles of the last GEMM that make one slab
     num_slabs: int
+    group_blocks: int  # row blocks that share their column tiles before the next row blocks are taken
     reduce_tokens: int  # tokens of one reduce item
     consumer_lag: int  # K blocks the second consumer warpgroup runs behind the first
     gathers_in_flight: int  # K blocks of gathered rows a load warp leaves under way before it hands the oldest over

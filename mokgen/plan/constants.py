@@ -92,6 +92,7 @@ def tile_constants(layer: ResolvedLayer, tiles: TileConfig, kinds: tuple[TaskKin
     return values | {
         "SLAB_TILES": tiles.slab_tiles,
         "NUM_SLABS": tiles.num_slabs,
+        "GROUP_BLOCKS": tiles.group_blocks,
         "REDUCE_TOKENS": tiles.reduce_tokens,
         "REDUCE_SLOTS_IN_FLIGHT": min(layer.top_k, SLOTS_IN_FLIGHT),
         "TASK_SLOTS": tiles.task_slots,

@@ -104,7 +104,9 @@ def _order(kernel: KernelPlan) -> Table:
             for role, before in zip(queue.claimers, queue.after, strict=True)
         )
         rows.append((queue.name, queue.ticket, claimers, "; ".join(phases)))
-    notes = ["expert by expert; inside an expert row blocks first, then column tiles"]
+    assert kernel.tiles is not None
+    groups = f"groups of {kernel.tiles.group_blocks} row blocks"
+    notes = [f"expert by expert; inside an expert {groups}, of a group row blocks first, then column tiles"]
     return _table("Task order", "queue|ticket|claimed by|order", rows, notes)
 
 

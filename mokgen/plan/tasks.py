@@ -224,8 +224,17 @@ def phase_columns(kernel: KernelPlan, kind: TaskKind, slab: int) -> range:
     return range(first, first + slab_width(kernel.tiles, kind.space.column_tiles, slab))
 
 
+def _grouped(kernel: KernelPlan, kind: TaskKind, slab: int, start: int, blocks: int) -> Iterator[tuple[int, int]]:
+    """(row block, column tile) of a segment in task order."""
+    assert kernel.tiles is not None
+    for first in range(start, start + blocks, kernel.tiles.group_blocks):
+        for column in phase_columns(kernel, kind, slab):
+            for row in range(first, min(first + kernel.tiles.group_blocks, start + blocks)):
+                yield row, column
+
+
 def instantiate(kernel: KernelPlan, problem: Problem, queue: str) -> list[Task]:
-    """Tasks of a queue in ticket order: per segment row blocks fastest, then column tiles."""
+    """Tasks of a queue in ticket order: per segment groups of row blocks, in a group row blocks before column tiles."""
     assert kernel.tiles is not None
     shared = quantities(kernel, problem)
     total_columns = max((kind.space.column_tiles for kind in kernel.kinds if kind.slabs == "tiles"), default=0)
@@ -237,7 +246,6 @@ def instantiate(kernel: KernelPlan, problem: Problem, queue: str) -> list[Task]:
             for name in phase.kinds:
                 kind = kernel.kind(name)
                 for expert, start, blocks in segments(kind, problem, shared):
-                    for column in phase_columns(kernel, kind, slab):
-                        for row in range(start, start + blocks):
-                            tasks.append(Task(kind, len(tasks), expert, row, column, slab, environment))
+                    for row, column in _grouped(kernel, kind, slab, start, blocks):
+                        tasks.append(Task(kind, len(tasks), expert, row, column, slab, environment))
     return tasks

@@ -127,6 +127,7 @@ def _route_warps(layer: ResolvedLayer, arch: ArchTraits) -> tuple[int, ...]:
 
 KNOBS: dict[str, Knob] = {
     "slab_tiles": Knob("fc2 column tiles of one slab", lambda layer, arch: tuple(range(1, column_tiles(layer) + 1))),
+    "group_blocks": Knob("row blocks that share their column tiles in turn", lambda layer, arch: _powers(128)),
     "reduce_tokens": Knob("tokens of one reduce item", lambda layer, arch: _powers(128)),
     "stages": Knob("stages of the operand ring", _stage_counts),
     "consumer_lag": Knob("K blocks the second consumer warpgroup runs late", _consumer_lags),
@@ -245,6 +246,7 @@ def choose_tiles(knobs: KnobReader) -> TileConfig:
         stages=stages,
         slab_tiles=slab_tiles,
         num_slabs=ceil_div(column_tiles(layer), slab_tiles),
+        group_blocks=knobs.take("group_blocks", 8, "rows of a group stay in L2 while its column tiles pass"),
         reduce_tokens=knobs.take("reduce_tokens", 16, "a warp's work for a few microseconds"),
         consumer_lag=knobs.take(
             "consumer_lag", min(1, stages - gathers - 1), "an epilogue runs under the other warpgroup's MMAs"

@@ -184,16 +184,23 @@ def decode(plan: LayerPlan, blocks: tuple[int, ...], tokens: int) -> list[tuple]
     block_expert = [expert for expert, count in enumerate(blocks) for _ in range(count)]
     forward, shared = plan.kernel("forward"), -(-tokens // 128)
     slab_tiles, total = forward.constant("SLAB_TILES"), forward.constant("NUM_COL_TILES_FC2")
+    size = forward.constant("GROUP_BLOCKS")
+
+    def place(local: int, count: int, tiles: int) -> tuple[int, int]:
+        group, inside = divmod(local, size * tiles)
+        height = min(size, count - group * size)
+        return group * size + inside % height, inside // height
 
     def shared_tiles(kind: str, first: int, tiles: int) -> list[tuple]:
-        return [(kind, 0, local % shared, first + local // shared) for local in range(shared * tiles)]
+        places = [place(local, shared, tiles) for local in range(shared * tiles)]
+        return [(kind, 0, row, first + column) for row, column in places]
 
     def routed_tiles(kind: str, first: int, tiles: int) -> list[tuple]:
         found = []
         for item in range(len(block_expert) * tiles):
             expert = block_expert[item // tiles]
-            local, count = item - start[expert] * tiles, blocks[expert]
-            found.append((kind, expert, start[expert] + local % count, first + local // count))
+            row, column = place(item - start[expert] * tiles, blocks[expert], tiles)
+            found.append((kind, expert, start[expert] + row, first + column))
         return found
 
     found = shared_tiles("shared_fc1", 0, forward.constant("NUM_COL_TILES_SHARED_FC1"))
@@ -207,8 +214,10 @@ def decode(plan: LayerPlan, blocks: tuple[int, ...], tokens: int) -> list[tuple]
 
 @pytest.mark.parametrize("blocks", [(1, 1, 1), (0, 3, 0, 2), (4,), (0, 0), (2, 0, 1)])
 @pytest.mark.parametrize("slab_tiles", [1, 2, 3])
-def test_ticket_order_is_the_contract_s(blocks, slab_tiles):
-    layer = resolved(300, hidden_size=768, experts__intermediate_size=264, shared__num=1, plan__slab_tiles=slab_tiles)
+@pytest.mark.parametrize("group", [1, 2, 8])
+def test_ticket_order_is_the_contract_s(blocks, slab_tiles, group):
+    knobs = {"plan__slab_tiles": slab_tiles, "plan__group_blocks": group}
+    layer = resolved(300, hidden_size=768, experts__intermediate_size=264, shared__num=1, **knobs)
     plan = plan_of(layer)
     tasks = instantiate(plan.kernel("forward"), Problem(257, blocks), "main")
     assert [task.ticket for task in tasks] == list(range(len(tasks)))
