@@ -37,6 +37,8 @@ def test_every_committed_folder_has_a_spec(root: Path) -> None:
 # Kernel whose text names the knob's value. Several slabs, row gathers, a router: a layer where every knob is free.
 CONCERNS = {
     "slab_tiles": "forward",
+    "group_blocks": "forward",
+    "group_blocks": "forward",
     "reduce_tokens": "forward",
     "stages": "forward",
     "consumer_lag": "forward",
