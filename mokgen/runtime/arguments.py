@@ -1,13 +1,14 @@
 """What the tensors of a call must be, checked on the host before anything is launched.
 
-Checks are exact and cheap (under a microsecond a tensor, so nothing is cached): dtype, shape, row-major contiguity,
-device, 16-byte alignment. Expert weights and x are never copied; ids, routing weights and gate logits are small and may
-be.
+Checks are exact: dtype, shape, row-major contiguity, device, 16-byte alignment. Expert weights and x are never copied;
+ids, routing weights and gate logits are small and may be. `Fit` answers for a whole call whether it can be launched as
+it is; only where it says no does `prepare` look closer, to copy what may be copied and to say what is wrong.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -15,7 +16,9 @@ from mokgen.errors import ArgumentError
 from mokgen.facts.formats import FORMATS, ROW_ALIGN_BYTES
 from mokgen.lower.layer import ResolvedLayer
 
+T = TypeVar("T")
 Tensor = torch.Tensor
+Facts = tuple[tuple[torch.dtype, ...], tuple[int, ...], tuple[int, ...]] | None  # dtypes, shape, strides
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ID_DTYPES = (torch.int32, torch.int64)
@@ -33,6 +36,14 @@ class Expected:
 
     def shape(self, tokens: int) -> tuple[int, ...]:
         return (tokens, *self.rest) if self.per_token else self.rest
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Row-major strides, which do not depend on the number of tokens."""
+        shape, strides = self.shape(1), [1]
+        for extent in reversed(shape[1:]):
+            strides.insert(0, strides[0] * extent)
+        return tuple(strides)
 
     def shape_text(self, tokens: int | None) -> str:
         """The shape for people; None: the number of tokens is not known yet."""
@@ -53,6 +64,14 @@ class CallArguments:
     shared_gate_logits: Expected | None
     selection_bias: Expected | None
     logit_bias: Expected | None
+
+    def in_order(self, own_routing: bool) -> tuple[Expected | None, ...]:
+        """One entry for each tensor of the operator: of a call with logits, or of one with ids and weights."""
+        parameters = tuple(want for _, want in self.parameters)
+        if own_routing:
+            router = (self.selection_bias, self.logit_bias)
+            return (self.x, self.logits, None, *parameters, self.shared_gate_logits, *router)
+        return (self.x, self.ids, self.weights, *parameters, self.shared_gate_logits, None, None)
 
 
 def expected_arguments(layer: ResolvedLayer) -> CallArguments:
@@ -100,8 +119,108 @@ def _shared_gate(gate: str) -> Expected | None:
     return Expected("shared_gate_logits", (FP32,), (), "(T,)", True) if gate == "sigmoid" else None
 
 
-def check(expected: Expected, tensor: Tensor | None, tokens: int, device: torch.device) -> None:
-    """Raise ArgumentError unless the kernels can take `tensor` as it lies in memory."""
+class Fit:
+    """Whether every tensor of a call can go to the kernels as it is; False wherever `prepare` has to look closer.
+
+    A look at one tensor takes half a microsecond. Weights and biases that the last call had too are therefore not
+    looked at again: they are known by their identity, so one that was changed in place passes here. The kernels' stub,
+    which compares dtype, shape, strides, alignment and device of every tensor of every launch, refuses it; then
+    `forget` and `prepare`.
+
+    wanted: as `CallArguments.in_order` gives it.
+    """
+
+    __slots__ = ("_lasting", "_max_tokens", "_passing", "_seen", "_shape", "_wanted")
+
+    def __init__(self, wanted: tuple[Expected | None, ...], max_tokens: int) -> None:
+        self._wanted, self._max_tokens = wanted, max_tokens
+        self._shape: tuple[int, ...] = ()  # of x in the last call
+        self._passing: tuple[Facts, ...] = ()  # what its tensors had to be
+        self._lasting = _facts(_lasting(wanted), 0)
+        self._seen: tuple[int, ...] = ()
+
+    def __call__(self, given: tuple[Tensor | None, ...]) -> bool:
+        x = given[0]
+        assert x is not None
+        shape, device = x.shape, x.device
+        if shape != self._shape:
+            if len(shape) != 2 or shape[0] > self._max_tokens:
+                return False
+            self._shape, self._passing = tuple(shape), _facts(_passing(self._wanted), shape[0])
+        if not _all_are(_passing(given), self._passing, device):
+            return False
+        lasting = _lasting(given)
+        seen = tuple(map(id, lasting))
+        if seen != self._seen:
+            if not _all_are(lasting, self._lasting, device):
+                return False
+            self._seen = seen
+        return True
+
+    def forget(self) -> None:
+        self._seen = ()
+
+
+def _passing(row: tuple[T, ...]) -> tuple[T, ...]:
+    """Of an operator's tensors, those that are new in every call: x, routing, weights, shared_gate_logits."""
+    return row[0], row[1], row[2], row[9]
+
+
+def _lasting(row: tuple[T, ...]) -> tuple[T, ...]:
+    """The others: weights and biases of the experts and of the router."""
+    return row[3:9] + row[10:]
+
+
+def _facts(wanted: tuple[Expected | None, ...], tokens: int) -> tuple[Facts, ...]:
+    return tuple(None if want is None else (want.dtypes, want.shape(tokens), want.strides) for want in wanted)
+
+
+def _all_are(given: tuple[Tensor | None, ...], wanted: tuple[Facts, ...], device: torch.device) -> bool:
+    for tensor, want in zip(given, wanted, strict=True):
+        if tensor is None or want is None:
+            if (tensor is None) is not (want is None):
+                return False
+            continue
+        dtypes, shape, strides = want
+        if (
+            tensor.dtype not in dtypes
+            or tensor.shape != shape
+            # Not is_contiguous(): that overlooks the stride of an extent of 1, which the kernels' stub refuses.
+            or tensor.stride() != strides
+            or tensor.device != device
+            or tensor.data_ptr() % ROW_ALIGN_BYTES
+        ):
+            return False
+    return True
+
+
+def prepare(
+    expected: CallArguments, given: tuple[Tensor | None, ...], own_routing: bool, max_tokens: int
+) -> tuple[Tensor | None, ...]:
+    """A call's tensors, in the operator's order, as the kernels take them; ArgumentError for the first wrong one."""
+    x, routing, weights, *parameters, gate, selection_bias, logit_bias = given
+    assert x is not None
+    tokens, device = check_tokens(expected.x, x, max_tokens), x.device
+    x = check(expected.x, x, tokens, device)
+    pairs = zip(expected.parameters, parameters, strict=True)
+    parameters = [check_optional(want, name, tensor, tokens, device) for (name, want), tensor in pairs]
+    if gate is not None and expected.shared_gate_logits is not None:
+        gate = check_small(expected.shared_gate_logits, gate, tokens, device)
+    gate = check_optional(expected.shared_gate_logits, "shared_gate_logits", gate, tokens, device)
+    if own_routing:
+        assert expected.logits is not None
+        routing = check(expected.logits, routing, tokens, device)
+    else:
+        routing = check_small(expected.ids, routing, tokens, device)
+        weights = check_small(expected.weights, weights, tokens, device)
+    selection, logit = (expected.selection_bias, expected.logit_bias) if own_routing else (None, None)
+    selection_bias = check_optional(selection, "selection_bias", selection_bias, tokens, device)
+    logit_bias = check_optional(logit, "logit_bias", logit_bias, tokens, device)
+    return (x, routing, weights, *parameters, gate, selection_bias, logit_bias)
+
+
+def check(expected: Expected, tensor: Tensor | None, tokens: int, device: torch.device) -> Tensor:
+    """The tensor as the kernels take it, its memory unmoved; ArgumentError if it cannot be taken as it lies there."""
     if (
         tensor is None
         or tensor.dtype not in expected.dtypes
@@ -111,25 +230,26 @@ def check(expected: Expected, tensor: Tensor | None, tokens: int, device: torch.
         or tensor.data_ptr() % ROW_ALIGN_BYTES
     ):
         raise fault(expected, tensor, tokens, device)
+    # An extent of 1 may carry any stride.
+    return tensor if tensor.stride() == expected.strides else tensor.view(-1).view(tensor.shape)
 
 
 def check_optional(
     expected: Expected | None, name: str, tensor: Tensor | None, tokens: int, device: torch.device
-) -> None:
+) -> Tensor | None:
     """`check` for an argument that some layers do not have; given to such a layer it is refused."""
     if expected is not None:
-        check(expected, tensor, tokens, device)
-    elif tensor is not None:
+        return check(expected, tensor, tokens, device)
+    if tensor is not None:
         raise ArgumentError("given, but this layer has no such argument", where=name, hint=f"leave {name} out")
+    return None
 
 
 def check_small(expected: Expected, tensor: Tensor | None, tokens: int, device: torch.device) -> Tensor:
     """`check` for a small tensor: a strided or misaligned one is copied instead of refused."""
     if tensor is not None and (not tensor.is_contiguous() or tensor.data_ptr() % ROW_ALIGN_BYTES):
         tensor = tensor.clone(memory_format=torch.contiguous_format)
-    check(expected, tensor, tokens, device)
-    assert tensor is not None
-    return tensor
+    return check(expected, tensor, tokens, device)
 
 
 def check_tokens(expected: Expected, x: Tensor, max_tokens: int) -> int:

@@ -92,12 +92,14 @@ def id_error(words: tuple[int, ...], num_experts: int, when: str) -> RoutingErro
     )
 
 
-def wait_error(words: tuple[int, ...], names: Names, when: str) -> DeviceWaitError:
+def wait_error(words: tuple[int, ...], names: Names, when: str, cause: str = "") -> DeviceWaitError:
+    """cause: what is known of it beyond the record, which holds the wait that expired first."""
     role, kind = words[WAIT_ROLE], words[WAIT_TASK]
     return DeviceWaitError(
         f"a wait inside the forward kernel expired: rank {words[WAIT_RANK]}, CTA {words[WAIT_CTA]}, "
         f"{names.roles.get(role, f'role {role}')} warps, task {names.kinds.get(kind, f'kind {kind}')}, "
-        f"counter {names.counter(words[WAIT_COUNTER])} = {words[WAIT_HAVE]}, needed {words[WAIT_WANT]}",
+        f"counter {names.counter(words[WAIT_COUNTER])} = {words[WAIT_HAVE]}, needed {words[WAIT_WANT]}"
+        + (f"; {cause}" if cause else ""),
         where=f"outputs of {when} are invalid",
         hint="the next call starts clean; if the GPU was paused or shared, raise layer.wait_limit_ns",
     )

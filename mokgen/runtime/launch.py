@@ -40,7 +40,7 @@ SAME = {"topk_weights": "weights"}  # names the route kernel may give its output
 
 
 @cache
-def num_sms(device: torch.device) -> int:
+def num_sms(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 

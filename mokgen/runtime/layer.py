@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mokgen.cache.manifest import MANIFEST_NAME, ManifestError, read_manifest
-from mokgen.errors import ArgumentError, ArtifactMismatchError
+from mokgen.errors import ArgumentError, ArtifactMismatchError, MokgenError
 from mokgen.lower.layer import ResolvedLayer
-from mokgen.runtime import host, workspace
-from mokgen.runtime.arguments import check, check_optional, check_small, check_tokens, expected_arguments
+from mokgen.runtime import host, postmortem, workspace
+from mokgen.runtime.arguments import Fit, check, check_optional, check_tokens, expected_arguments, prepare
 from mokgen.runtime.errors import ID_FLAG, WAIT_FLAG, ErrorWords, Names, id_error, wait_error
 from mokgen.runtime.launch import Kernel, Launcher, num_sms
 from mokgen.runtime.module import arch_of, load_kernels
-from mokgen.runtime.op import PARAMETERS, moe_forward, moe_route, register
+from mokgen.runtime.op import PARAMETERS, moe_forward, moe_route, only_computes, register
 from mokgen.runtime.workspace import Layout, RegionView
 
 if TYPE_CHECKING:
@@ -68,6 +68,11 @@ class Layer(torch.nn.Module):
         self.launcher = Launcher(program.functions, program.arguments) if program.functions else None
         self.error_words = ErrorWords()
         self._expected = expected_arguments(program.layer)
+        self._routes = self._expected.logits is not None
+        self._fits = {
+            own_routing: Fit(self._expected.in_order(own_routing), program.layer.max_tokens)
+            for own_routing in ((False, True) if self._routes else (False,))
+        }
         self._checked = program.layer.checks == "checked"
         self._plan: LayerPlan | None = None
         self.name = register(self, f"{program.stem}-{program.layer_key[:16]}")
@@ -92,16 +97,14 @@ class Layer(torch.nn.Module):
         A layer with `router.input: ids` takes ids (T, K) int32 or int64 and weights (T, K). One with `logits` takes
         logits (T, E) and routes by itself; given ids and weights (T, K) fp32 it skips its router.
         """
-        if w_gate_up is None or w_down is None:
-            raise ArgumentError("missing", where="w_gate_up" if w_gate_up is None else "w_down")
         parameters = (w_gate_up, w_down, b_gate_up, b_down, w_shared_gate_up, w_shared_down)
         rest = (shared_gate_logits, selection_bias, logit_bias)
-        given = (self.name, x, logits_or_ids, weights, *parameters, *rest)
-        if torch.compiler.is_compiling() or _needs_gradient(given):
-            return moe_forward(*given)  # type: ignore[no-any-return]
-        # No gradient will be asked for: 7 us of Python in the autograd layer of the dispatcher are saved.
-        with _below_autograd():
-            return moe_forward(*given)  # type: ignore[no-any-return]
+        given = (x, logits_or_ids, weights, *parameters, *rest)
+        if not torch.compiler.is_compiling() and only_computes(given):
+            return self.run(*given)
+        if w_gate_up is None or w_down is None:
+            raise ArgumentError("missing", where="w_gate_up" if w_gate_up is None else "w_down")
+        return moe_forward(self.name, *given)  # type: ignore[no-any-return]
 
     def route(
         self, logits: Tensor, selection_bias: Tensor | None = None, logit_bias: Tensor | None = None
@@ -149,72 +152,69 @@ class Layer(torch.nn.Module):
 
     # --- what the operators call ------------------------------------------------------------------------------------
 
-    def run(
-        self,
-        x: Tensor,
-        routing: Tensor,
-        weights: Tensor | None,
-        parameters: tuple[Tensor | None, ...],
-        shared_gate_logits: Tensor | None,
-        selection_bias: Tensor | None,
-        logit_bias: Tensor | None,
-    ) -> Tensor:
-        """One call: raise what an earlier one recorded, check, route, schedule, forward."""
-        device, expected, words = x.device, self._expected, self.error_words.words
+    def run(self, *given: Tensor | None) -> Tensor:
+        """One call with the operator's tensors: raise what an earlier one recorded, check, compute."""
+        words = self.error_words.words
         if words[ID_FLAG] or words[WAIT_FLAG]:
             self._raise_recorded("an earlier call")
-        tokens = check_tokens(expected.x, x, self.layer.max_tokens)
-        check(expected.x, x, tokens, device)
-        for (name, want), tensor in zip(expected.parameters, parameters, strict=True):
-            check_optional(want, name, tensor, tokens, device)
-        if shared_gate_logits is not None and expected.shared_gate_logits is not None:
-            shared_gate_logits = check_small(expected.shared_gate_logits, shared_gate_logits, tokens, device)
-        check_optional(expected.shared_gate_logits, "shared_gate_logits", shared_gate_logits, tokens, device)
-        if expected.logits is not None and weights is None:
-            ids, weights = self.run_route(routing, selection_bias, logit_bias, tokens, device)
+        own_routing = given[2] is None and self._routes
+        fits = self._fits[own_routing]
+        if not fits(given):
+            given = prepare(self._expected, given, own_routing, self.layer.max_tokens)
+        try:
+            return self._compute(given, own_routing)
+        except (TypeError, ValueError) as refusal:
+            if isinstance(refusal, MokgenError):
+                raise
+        # A tensor was refused by the kernels' stub: one that an earlier call had too and that has changed since.
+        fits.forget()
+        return self._compute(prepare(self._expected, given, own_routing, self.layer.max_tokens), own_routing)
+
+    def _compute(self, given: tuple[Tensor | None, ...], own_routing: bool) -> Tensor:
+        """route, schedule, forward of checked tensors on their device."""
+        x, routing, weights = given[:3]
+        assert x is not None and routing is not None
+        if x.is_cuda and x.get_device() != torch.cuda.current_device():
+            with torch.cuda.device(x.device):
+                return self._compute(given, own_routing)
+        out, tokens = torch.empty_like(x), x.shape[0]
+        if not tokens:
+            return out
+        if own_routing:
+            routing, weights = self._routed(routing, *given[10:])
+        assert weights is not None
+        if x.is_cuda:
+            memory = workspace.take(self.program.layout.num_bytes, x.get_device(), self.name, tokens)
+            self.launch_into(x, routing, weights, given[3:9], given[9], out, memory)
         else:
-            ids = check_small(expected.ids, routing, tokens, device)
-            weights = check_small(expected.weights, weights, tokens, device)
-            check_optional(None, "selection_bias", selection_bias, tokens, device)
-            check_optional(None, "logit_bias", logit_bias, tokens, device)
-        out = torch.empty(x.shape, dtype=torch.bfloat16, device=device)
-        if tokens == 1:
-            x = x.view(-1).unsqueeze(0)  # a single row may carry any stride, which the kernels' stub would refuse
-        if tokens:
-            if device.type == "cuda":
-                with _on(device):
-                    memory = workspace.take(self.program.layout.num_bytes, device)
-                    self.launch_into(x, ids, weights, parameters, shared_gate_logits, out, memory)
-            else:
-                self.execute_into(x, ids, weights, parameters, shared_gate_logits, out)
+            self.execute_into(x, routing, weights, given[3:9], given[9], out)
         return out
 
     def run_route(
-        self,
-        logits: Tensor,
-        selection_bias: Tensor | None,
-        logit_bias: Tensor | None,
-        tokens: int | None = None,
-        device: torch.device | None = None,
+        self, logits: Tensor, selection_bias: Tensor | None, logit_bias: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """ids (T, K) int32 and weights (T, K) fp32 of logits (T, E)."""
-        expected = self._expected
+        expected, device = self._expected, logits.device
         if expected.logits is None:
             raise ArgumentError("this layer takes ids and weights", where="logits", hint="router.input is ids")
-        if tokens is None:
-            tokens = check_tokens(expected.logits, logits, self.layer.max_tokens)
-        device = device or logits.device
-        check(expected.logits, logits, tokens, device)
-        check_optional(expected.selection_bias, "selection_bias", selection_bias, tokens, device)
-        check_optional(expected.logit_bias, "logit_bias", logit_bias, tokens, device)
-        ids = torch.empty((tokens, self.top_k), dtype=torch.int32, device=device)
-        weights = torch.empty((tokens, self.top_k), dtype=torch.float32, device=device)
-        if tokens:
-            if device.type == "cuda":
-                with _on(device):
-                    self._kernels().route(logits, selection_bias, logit_bias, ids, weights)
-            else:
-                host.route(self.plan, logits, selection_bias, logit_bias, ids, weights)
+        tokens = check_tokens(expected.logits, logits, self.layer.max_tokens)
+        logits = check(expected.logits, logits, tokens, device)
+        selection_bias = check_optional(expected.selection_bias, "selection_bias", selection_bias, tokens, device)
+        logit_bias = check_optional(expected.logit_bias, "logit_bias", logit_bias, tokens, device)
+        if logits.is_cuda:
+            with torch.cuda.device(device):
+                return self._routed(logits, selection_bias, logit_bias)
+        return self._routed(logits, selection_bias, logit_bias)
+
+    def _routed(
+        self, logits: Tensor, selection_bias: Tensor | None, logit_bias: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        shape = (logits.shape[0], self.top_k)
+        ids, weights = logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
+        if logits.is_cuda and shape[0]:
+            self._kernels().route(logits, selection_bias, logit_bias, ids, weights)
+        elif shape[0]:
+            host.route(self.plan, logits, selection_bias, logit_bias, ids, weights)
         return ids, weights
 
     def launch_into(
@@ -233,7 +233,7 @@ class Layer(torch.nn.Module):
         kernels.schedule(ids, memory, address)
         if self._checked:
             self._check_ids(x.device)
-        ctas = ctas or self.ctas or num_sms(x.device)
+        ctas = ctas or self.ctas or num_sms(x.get_device())
         kernels.forward(x, weights, parameters, shared_gate_logits, out, memory, ctas, self.wait_limit_ns, address)
 
     def _check_ids(self, device: torch.device) -> None:
@@ -284,35 +284,10 @@ class Layer(torch.nn.Module):
         """Raise what the error words hold, a wait before an id: after an expired wait nothing of a call is valid."""
         words = self.error_words.take()
         if words[WAIT_FLAG]:
-            raise wait_error(words, self.program.read_names(), when)
+            cause = postmortem.cause(self.plan, self.program.layout, self.name)
+            raise wait_error(words, self.program.read_names(), when, cause)
         if words[ID_FLAG]:
             raise id_error(words, self.layer.num_experts, when)
-
-
-_below_autograd = torch._C._AutoDispatchBelowAutograd
-
-
-def _needs_gradient(given: tuple[Any, ...]) -> bool:
-    return torch.is_grad_enabled() and torch._C._any_requires_grad(*given)
-
-
-class _on:  # noqa: N801
-    """`torch.cuda.device(device)` at no cost where the device is current already."""
-
-    __slots__ = ("_device", "_guard")
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._guard: torch.cuda.device | None = None
-
-    def __enter__(self) -> None:
-        if self._device.index != torch.cuda.current_device():
-            self._guard = torch.cuda.device(self._device)
-            self._guard.__enter__()  # type: ignore[no-untyped-call]
-
-    def __exit__(self, *_: object) -> None:
-        if self._guard is not None:
-            self._guard.__exit__(None, None, None)
 
 
 def load_layer(

@@ -58,22 +58,52 @@ class Layout:
         return rows[0] // blocks[0]
 
 
-_pool: dict[tuple[int, int], torch.Tensor] = {}
+class _Buffer:
+    """The memory of one (device, stream): views of it by size, which calls get, and whose call got one last."""
+
+    __slots__ = ("base", "tokens", "user", "views")
+
+    def __init__(self, base: torch.Tensor) -> None:
+        self.base = base
+        self.views = {base.numel(): base}
+        self.user, self.tokens = "", 0
+
+    def view(self, num_bytes: int) -> torch.Tensor:
+        view = self.views.get(num_bytes)
+        if view is None:
+            view = self.views[num_bytes] = self.base[:num_bytes]
+        return view
 
 
-def take(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 (num_bytes,) on `device` that the current stream may use until its next `take`."""
+_pool: dict[tuple[int, int], _Buffer] = {}
+
+
+def take(num_bytes: int, device: int, user: str, tokens: int) -> torch.Tensor:
+    """uint8 (num_bytes,) that the current stream of `device`, the current device, may use until its next `take`.
+
+    user, tokens: whose call it is for and of how many tokens, for post-mortems.
+    """
     if torch.cuda.is_current_stream_capturing():
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-    key = (device.index, torch._C._cuda_getCurrentRawStream(device.index))
-    base = _pool.get(key)
-    if base is None or base.numel() < num_bytes:
+        return _fresh(num_bytes, device)
+    key = (device, torch._C._cuda_getCurrentRawStream(device))
+    buffer = _pool.get(key)
+    if buffer is None or buffer.base.numel() < num_bytes:
         # The old buffer goes back to the allocator of the stream it was used on: later calls come after earlier ones.
         _pool.pop(key, None)
-        base = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        if _in_default_pool(base):
-            _pool[key] = base
-    return base[:num_bytes]
+        buffer = _Buffer(_fresh(num_bytes, device))
+        if _in_default_pool(buffer.base):
+            _pool[key] = buffer
+    buffer.user, buffer.tokens = user, tokens
+    return buffer.view(num_bytes)
+
+
+def left_by(user: str, num_bytes: int) -> list[tuple[torch.Tensor, int]]:
+    """Buffers that nobody has taken since `user` did, each with the number of tokens of the call it was taken for."""
+    return [(buffer.view(num_bytes), buffer.tokens) for buffer in _pool.values() if buffer.user == user]
+
+
+def _fresh(num_bytes: int, device: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", device))
 
 
 def _in_default_pool(tensor: torch.Tensor) -> bool:
@@ -93,4 +123,4 @@ def clear() -> None:
 
 def held_bytes() -> Iterable[tuple[tuple[int, int], int]]:
     """((device index, stream), bytes) of every buffer held."""
-    return [(key, base.numel()) for key, base in _pool.items()]
+    return [(key, buffer.base.numel()) for key, buffer in _pool.items()]

@@ -11,12 +11,17 @@ import sys
 import pytest
 import torch
 from layers import arguments, cpu_layer, resolved
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import mokgen
 from mokgen.errors import ArtifactMismatchError, DeviceWaitError, RoutingError, UnsupportedError
 from mokgen.lower.build import lower
 from mokgen.plan.schedule import make_plan
-from mokgen.runtime import errors, op
+from mokgen.plan.tasks import Problem, instantiate
+from mokgen.runtime import errors, op, postmortem
 from mokgen.runtime.launch import FORWARD_ARGUMENTS, Launcher, id_words_of
 from mokgen.runtime.layer import Layer, compile_count
 from mokgen.runtime.workspace import Layout, RegionView
@@ -86,6 +91,55 @@ def test_error_words_outlive_their_layer():
     del words
     gc.collect()
     assert any(memory.data_ptr() == address for memory in errors.ErrorWords._kept)
+
+
+# --- post-mortem ------------------------------------------------------------------------------------------------------
+
+
+def complete_counters(plan, tokens, expert_blocks) -> list[int]:
+    """The counters region after a call in which every task ran: the sum of what the tasks signal, one by one."""
+    forward, words = plan.kernel("forward"), [0] * plan.region("counters").shape[0]
+    for queue in forward.queues:
+        for task in instantiate(forward, Problem(tokens, expert_blocks), queue.name):
+            for signal in task.kind.signals:
+                words[plan.counter(signal.counter).word + task.index(signal.index)] += signal.amount
+    return words
+
+
+SEVERAL_SLABS = {"hidden_size": 3584, "plan__slab_tiles": 4, "shared__num": 1}
+
+
+@pytest.mark.parametrize("changes", [{}, {"shared__num": 1}, SEVERAL_SLABS], ids=str)
+def test_counters_that_are_short_after_a_call_are_named_in_plan_order(changes):
+    plan = make_plan(lower(resolved(512, **changes)), "sm_90a")
+    tokens, blocks = 300, (1, 0, 2, 1, 0, 0, 3, 1)
+    words = complete_counters(plan, tokens, blocks)
+    assert list(postmortem.short_counters(plan, words, sum(blocks), tokens)) == []
+    assert "slow, not stuck" in postmortem.verdict(plan, words, sum(blocks), tokens)
+    ready = [counter for counter in plan.counters if counter.purpose == "ready"]
+    expected = []
+    for counter in ready:
+        want = words[counter.word]
+        words[counter.word] -= 1 if counter.name == "slab_done" else 2**30
+        name = f"{counter.name}[0]" if counter.length > 1 else counter.name
+        expected.append((name, words[counter.word], want))
+    assert list(postmortem.short_counters(plan, words, sum(blocks), tokens)) == expected
+    name, have, want = expected[0]
+    found = postmortem.verdict(plan, words, sum(blocks), tokens)
+    assert found.startswith(f"short in the end: {name} = {have} of {want}")
+
+
+def test_counters_of_row_blocks_that_a_call_does_not_have_are_not_short(layer):
+    words = complete_counters(layer.plan, 5, (0, 0, 0, 0, 0, 0, 0, 0))
+    assert list(postmortem.short_counters(layer.plan, words, 0, 5)) == []
+    short = dict.fromkeys(name for name, _, _ in postmortem.short_counters(layer.plan, words, 2, 5))
+    assert list(short)[:2] == ["hidden_ready[0]", "hidden_ready[1]"]
+
+
+def test_the_cause_stands_behind_the_record():
+    names = errors.Names({}, {}, ())
+    assert "needed 0; short in the end: a" in str(errors.wait_error((0,) * 16, names, "x", "short in the end: a"))
+    assert str(errors.wait_error((0,) * 16, names, "x")).splitlines()[0].endswith("needed 0")
 
 
 # --- workspace --------------------------------------------------------------------------------------------------------
@@ -223,6 +277,57 @@ def test_torch_compile_fullgraph_takes_every_number_of_tokens(layer):
         assert torch.equal(compiled(*order), block(*order))
     assert len(graphs) == 1
     assert "moe_forward" in graphs[0].code
+
+
+def test_weights_may_be_given_by_position(layer):
+    given = arguments(layer.layer, 7)
+    order = ("x", "logits_or_ids", "weights", *op.PARAMETERS)
+    assert torch.equal(layer(*(given.get(name) for name in order)), layer(**given))
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+class Watch(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+def test_ordinary_tensors_with_nobody_looking_on():
+    plain, wants = torch.zeros(2), torch.zeros(2, requires_grad=True)
+    given = (plain, torch.nn.Parameter(torch.zeros(2), requires_grad=False), None)
+    assert op.nobody_looks_on(given)
+    assert not op.nobody_looks_on((wants, None))
+    with torch.no_grad():
+        assert op.nobody_looks_on((wants, None))
+    with torch.inference_mode():
+        assert op.nobody_looks_on((torch.zeros(2), plain))
+    assert not op.only_computes(given)  # on the CPU
+    assert not op.only_computes((None, None))
+
+
+@pytest.mark.filterwarnings("ignore:.*jit.trace.*:DeprecationWarning")
+def test_whoever_looks_on_is_noticed():
+    given = (torch.zeros(2), None)
+    assert not op.nobody_looks_on((torch.zeros(2), torch.zeros(2).as_subclass(Subclass)))
+    assert not op.nobody_looks_on((3, None))
+    modes = (FakeTensorMode(), Watch(), torch.device("cpu"), FlopCounterMode(display=False), torch.profiler.profile())
+    for context in modes:
+        with context:
+            assert not op.nobody_looks_on(given), context
+        assert op.nobody_looks_on(given)
+    seen = []
+
+    def note(x):
+        seen.append(op.nobody_looks_on(given))
+        return x + 1
+
+    make_fx(note)(torch.zeros(2))
+    torch.func.vmap(note)(torch.zeros(2, 2))
+    torch.func.functionalize(note)(torch.zeros(2))
+    torch.jit.trace(note, torch.zeros(2), check_trace=False)
+    assert seen == [False] * 4
 
 
 def test_backward_says_that_there_is_none(layer):

@@ -7,6 +7,7 @@ import torch
 from layers import arguments, cpu_layer
 
 from mokgen.errors import ArgumentError
+from mokgen.runtime.arguments import Fit, prepare
 from mokgen.runtime.op import PARAMETERS
 
 FULL = {
@@ -101,10 +102,9 @@ def test_missing(layer, given, name):
 def test_other_device(layer, given, name):
     """Past the operator, whose dispatcher picks one device's implementation for mixed arguments."""
     given[name] = given[name].to("meta")
-    parameters = tuple(given[parameter] for parameter in PARAMETERS)
+    order = ("x", "logits_or_ids", "weights", *PARAMETERS, "shared_gate_logits")
     with pytest.raises(ArgumentError, match="on meta, but x is on cpu") as caught:
-        routing, gate = given["logits_or_ids"], given["shared_gate_logits"]
-        layer.run(given["x"], routing, given["weights"], parameters, gate, None, None)
+        layer.run(*(given[place] for place in order), None, None)
     assert caught.value.where == PLACES.get(name, name)
 
 
@@ -161,3 +161,127 @@ def test_logits_of_a_layer_with_a_router():
 def test_route_of_a_layer_that_takes_ids(layer):
     with pytest.raises(ArgumentError, match="router.input is ids"):
         layer.route(torch.zeros(4, 8))
+
+
+# --- the quick look and the close one ---------------------------------------------------------------------------------
+
+ORDER = ("x", "logits_or_ids", "weights", *PARAMETERS, "shared_gate_logits", "selection_bias", "logit_bias")
+DAMAGES = {
+    "dtype": lambda t: t.to(torch.float16),
+    "shape": lambda t: torch.cat([t, t], dim=-1),
+    "rank": lambda t: t[None],
+    "stride": lambda t: torch.zeros(*t.shape[:-1], t.shape[-1] + 8, dtype=t.dtype)[..., : t.shape[-1]],
+    "address": lambda t: torch.zeros(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape),
+    "device": lambda t: t.to("meta"),
+    "missing": lambda t: None,
+}
+# Without x there is no call, and it runs where x lies.
+DAMAGED = [(name, damage) for name in NAMES for damage in DAMAGES if name != "x" or damage not in {"missing", "device"}]
+
+
+def row(given) -> tuple:
+    return tuple(given.get(name) for name in ORDER)
+
+
+def new_fit(layer, own_routing=False) -> Fit:
+    return Fit(layer._expected.in_order(own_routing), layer.layer.max_tokens)
+
+
+def same(first, second) -> bool:
+    return all(one is other for one, other in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7, 128])
+def test_what_fits_is_passed_on_as_it_is(layer, tokens):
+    given, fits = row(arguments(layer.layer, tokens)), new_fit(layer)
+    assert fits(given) and fits(given)
+    assert same(prepare(layer._expected, given, False, 128), given)
+
+
+def test_the_number_of_tokens_may_change_from_call_to_call(layer):
+    fits = new_fit(layer)
+    rows = {tokens: row(arguments(layer.layer, tokens)) for tokens in (5, 6)}
+    for tokens in (5, 6, 5):
+        assert fits(rows[tokens])
+    mixed = (rows[5][0], *rows[6][1:])
+    assert not fits(mixed)
+    too_many = torch.zeros(129, 256, dtype=torch.bfloat16)
+    assert not fits((too_many, *rows[5][1:]))
+
+
+@pytest.mark.parametrize(("name", "damage"), DAMAGED)
+def test_what_does_not_fit_is_refused_or_copied(layer, given, name, damage):
+    if (name, damage) == ("shared_gate_logits", "stride"):
+        damaged = torch.zeros(2 * len(given[name]))[::2]
+    else:
+        damaged = DAMAGES[damage](given[name])
+    fits = new_fit(layer)
+    assert fits(row(given))
+    wrong = row({**given, name: damaged})
+    assert not fits(wrong)
+    if name in SMALL and damage in {"stride", "address"}:
+        prepared = prepare(layer._expected, wrong, False, 128)
+        assert fits(prepared) and torch.equal(prepared[ORDER.index(name)], damaged)
+    else:
+        with pytest.raises(ArgumentError):
+            prepare(layer._expected, wrong, False, 128)
+
+
+@pytest.mark.parametrize("name", ["selection_bias", "logit_bias"])
+def test_a_tensor_the_layer_does_not_take_does_not_fit(layer, given, name):
+    assert not new_fit(layer)(row({**given, name: torch.zeros(8)}))
+
+
+def test_logits_fit_a_layer_with_a_router():
+    layer = cpu_layer(max_tokens=128, router={"input": "logits", "top_k": 2, "selection_bias": True})
+    given = arguments(layer.layer)
+    own = {**given, "logits_or_ids": torch.zeros(64, 8), "weights": None, "selection_bias": torch.zeros(8)}
+    assert new_fit(layer, True)(row(own)) and new_fit(layer, False)(row(given))
+    assert not new_fit(layer, True)(row({**own, "selection_bias": None}))
+    assert same(prepare(layer._expected, row(own), True, 128), row(own))
+
+
+def test_an_extent_of_one_may_have_any_stride(layer):
+    """torch calls such a tensor contiguous; the kernels' stub compares strides."""
+    given = arguments(layer.layer, 1)
+    wide = {name: torch.zeros(2, given[name].shape[1] + 8, dtype=given[name].dtype) for name in ("x", "weights")}
+    odd = {name: tensor[:1, : given[name].shape[1]] for name, tensor in wide.items()}
+    fits, call = new_fit(layer), row({**given, **odd})
+    assert not fits(call)
+    prepared = prepare(layer._expected, call, False, 128)
+    assert fits(prepared)
+    assert prepared[0].data_ptr() == odd["x"].data_ptr() and prepared[0].stride() == (256, 1)
+    assert layer(**{**given, **odd}).stride() == (256, 1)
+
+
+def test_a_weight_changed_in_place_is_looked_at_again_when_the_stub_refuses_it(layer, given, monkeypatch):
+    refusals = []
+
+    def compute(self, tensors, own_routing):
+        if tensors[4].shape != (8, 256, 256):
+            refusals.append(tensors)
+            raise ValueError("Mismatched w_down.shape[2]")
+        return tensors[0]
+
+    monkeypatch.setattr(type(layer), "_compute", compute)
+    call = row(given)
+    assert layer.run(*call) is call[0]
+    kept = given["w_down"].data
+    given["w_down"].data = kept[..., :128].contiguous()
+    with pytest.raises(ArgumentError, match=r"shape \(8, 256, 128\), expected \(8, 256, 256\)"):
+        layer.run(*call)
+    assert len(refusals) == 1
+    with pytest.raises(ArgumentError, match="w_down"):
+        layer.run(*call)
+    assert len(refusals) == 1  # forgotten: seen before the launch
+    given["w_down"].data = kept
+    assert layer.run(*call) is call[0]
+
+
+def test_an_error_of_the_call_itself_is_not_tried_again(layer, given, monkeypatch):
+    def compute(self, tensors, own_routing):
+        raise ArgumentError("cannot be captured", where="CUDA graph")
+
+    monkeypatch.setattr(type(layer), "_compute", compute)
+    with pytest.raises(ArgumentError, match="captured"):
+        layer.run(*row(given))
