@@ -13,7 +13,7 @@ LOG2_E = 1.4426950408889634
 
 @cute.jit
 def sigmoid(value: Float32):
-    """1 / (1 + exp(-value)) by ex2 and rcp approximations: relative error about 2^-22 also for very negative values."""
+    """1 / (1 + exp(-value)) by ex2 and rcp approximations: relative error 2^-21 down to -4, 2^-17 down to -80."""
     return cute.arch.rcp_approx(Float32(1.0) + cute.math.exp2(value * Float32(-LOG2_E), fastmath=True))
 
 

@@ -1,7 +1,8 @@
 """Filling the stages of the main loop on Hopper: gathered activation rows by cp.async, matrix tiles by TMA.
 
 A stage holds A (128 x 64) and B (256 x 64), bf16, K contiguous, 128-byte swizzle. Its full barrier expects one
-arrival per gathering thread and one with the TMA byte count; where TMA brings A too, one thread arrives for all.
+arrival per gathering warp and one with the TMA byte count, five in all; where TMA brings A too, one thread arrives for
+the warps as well.
 """
 
 from typing import NamedTuple
@@ -126,14 +127,14 @@ def acquire(stages: Stages, block: Int32):
 
 @cute.jit
 def expect(stages: Stages, stage: Int32, num_bytes: Constexpr[int]):
-    """Announce the TMA bytes of a stage whose A rows are gathered by all load threads."""
+    """Announce the TMA bytes of a stage whose A rows are gathered; the gathering warps arrive by `hand_over`."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(stages.full + stage, num_bytes)
 
 
 @cute.jit
 def expect_alone(stages: Stages, stage: Int32, num_bytes: Constexpr[int]):
-    """Announce the TMA bytes of a stage that TMA fills alone: one thread arrives for the gathering threads too."""
+    """Announce the TMA bytes of a stage that TMA fills alone: one thread arrives for the gathering warps too."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(stages.full + stage, num_bytes)
         sync.arrive_many(stages.full.toint() + stage * 8, Int32(GATHER_WARPS))
