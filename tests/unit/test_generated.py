@@ -38,7 +38,6 @@ def test_every_committed_folder_has_a_spec(root: Path) -> None:
 CONCERNS = {
     "slab_tiles": "forward",
     "group_blocks": "forward",
-    "group_blocks": "forward",
     "reduce_tokens": "forward",
     "stages": "forward",
     "consumer_lag": "forward",
