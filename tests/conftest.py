@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+# Torch on one thread, here and in child processes: tensors are small, and threads that wait for a busy core spin.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 ROOT = Path(__file__).resolve().parent.parent
 _GPU_TESTS_RUN = 0
 

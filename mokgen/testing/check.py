@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,13 +86,25 @@ def check_layer(
     report = Report(subject.note)
     show(subject.note)
     compiled = compile_count()
-    for pattern in patterns:
-        for count in counts:
-            report.cases.append(_check_case(subject, pattern, count, seed))
-            show(str(report.cases[-1]))
+    with _one_thread():
+        for pattern in patterns:
+            for count in counts:
+                report.cases.append(_check_case(subject, pattern, count, seed))
+                show(str(report.cases[-1]))
     if compile_count() != compiled:
         raise CheckFailed(f"{compile_count() - compiled} more artifacts loaded while numbers of tokens varied")
     return report
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The executor's tasks are too small to share: on a busy machine threads wait longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _check_case(subject: Subject, pattern: str, tokens: int, seed: int) -> CaseReport:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -42,15 +41,6 @@ LAYERS = {
         experts__gate_up_layout="interleaved",
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tasks of these sizes are faster on one thread, and leave the other core to other tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def plan_of(layer: ResolvedLayer) -> LayerPlan:

@@ -12,7 +12,6 @@ from functools import cache
 from typing import Any
 
 import pytest
-import torch
 from layers import resolved
 
 from mokgen.errors import VerifyError
@@ -107,15 +106,6 @@ FLOW = {
     for name, mutant in flow_mutants(plan, kind)
 }
 ARRIVALS = {f"{layer}: {name}": mutant for layer, plan in PLANS.items() for name, mutant in arrival_mutants(plan)}
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tasks of these sizes are faster on one thread, and leave the other core to other tests."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @cache

@@ -69,6 +69,18 @@ def test_the_sound_layer_passes(subject):
     assert "a layer under test" in str(report) and "baseline" in str(report)
 
 
+def test_a_check_runs_on_one_thread_and_gives_the_others_back(monkeypatch, subject):
+    before, seen = torch.get_num_threads(), []
+    plant(monkeypatch, lambda out, buffers, run: seen.append(torch.get_num_threads()))
+    torch.set_num_threads(2)
+    try:
+        check_layer(subject, ["balanced"], [1], show=quiet)
+        after = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {1} and after == 2
+
+
 def test_default_cases_are_every_pattern_with_every_number_of_tokens(monkeypatch, subject):
     seen = []
     monkeypatch.setattr(
