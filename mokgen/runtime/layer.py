@@ -174,7 +174,7 @@ class Layer(torch.nn.Module):
         """route, schedule, forward of checked tensors on their device."""
         x, routing, weights = given[:3]
         assert x is not None and routing is not None
-        if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        if x.is_cuda and x.get_device() != torch._C._cuda_getDevice():
             with torch.cuda.device(x.device):
                 return self._compute(given, own_routing)
         out, tokens = torch.empty_like(x), x.shape[0]
