@@ -284,7 +284,7 @@ class Layer(torch.nn.Module):
         """Raise what the error words hold, a wait before an id: after an expired wait nothing of a call is valid."""
         words = self.error_words.take()
         if words[WAIT_FLAG]:
-            cause = postmortem.cause(self.plan, self.program.layout, self.name)
+            cause = postmortem.cause(lambda: self.plan, self.program.layout, self.name)
             raise wait_error(words, self.program.read_names(), when, cause)
         if words[ID_FLAG]:
             raise id_error(words, self.layer.num_experts, when)

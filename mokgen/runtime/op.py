@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from weakref import WeakValueDictionary
 
 import torch
+from torch.utils._device import DeviceContext
 
 from mokgen.errors import UnsupportedError
 
@@ -70,7 +71,8 @@ def _runner(name: str) -> Runner:
 
 # Thread-local dispatch keys of a program that only computes; inference mode leaves the second out.
 _BACKEND = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
-_ORDINARY_KEYS = (_BACKEND | torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView), _BACKEND)
+_IN_PLACE = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
+_ORDINARY_KEYS = ((_BACKEND | _IN_PLACE).raw_repr(), _BACKEND.raw_repr())
 _ORDINARY_TYPES = frozenset({Tensor, torch.nn.Parameter, type(None)})
 
 
@@ -86,11 +88,17 @@ def nobody_looks_on(given: tuple[Tensor | None, ...]) -> bool:
     """No autograd, tensor subclass, dispatch or function mode, tracer, functorch transform or profiler is concerned."""
     return (
         _ORDINARY_TYPES.issuperset(map(type, given))
-        and torch._C._dispatch_tls_local_include_set() in _ORDINARY_KEYS
-        and not torch._C._len_torch_function_stack()
+        and torch._C._dispatch_tls_local_include_set().raw_repr() in _ORDINARY_KEYS
+        and (not torch._C._len_torch_function_stack() or _modes_are_default_devices())
         and not torch._C._autograd._profiler_enabled()
         and not (torch.is_grad_enabled() and torch._C._any_requires_grad(*given))
     )
+
+
+def _modes_are_default_devices() -> bool:
+    """A default device, which is a function mode too, concerns only what makes tensors from nothing."""
+    modes = (torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack()))
+    return all(type(mode) is DeviceContext for mode in modes)
 
 
 def _forward(layer: str, *given: Tensor | None) -> Tensor:

@@ -7,11 +7,12 @@ signals. What is short once the launch has ended was never signalled, and is the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
+from mokgen.errors import MokgenError
 from mokgen.runtime import workspace
 from mokgen.runtime.workspace import Layout
 
@@ -21,21 +22,23 @@ if TYPE_CHECKING:
 SHOWN = 3  # counters a message names
 
 
-def cause(plan: LayerPlan, layout: Layout, user: str) -> str:
-    """What the last call of layer `user` left short, in words; empty if its workspace is no longer there to be read.
+def cause(read_plan: Callable[[], LayerPlan], layout: Layout, user: str) -> str:
+    """What the last call of layer `user` left short, in words; empty if that cannot be known.
 
-    Waits for the device. Workspaces that a CUDA graph owns are not known here.
+    It waits for the device. Not known: the workspace was taken by another call since, or belongs to a CUDA graph; the
+    plan is of a form that this mokgen cannot read.
     """
     if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
         return ""
     try:
+        plan = read_plan()
         for memory, tokens in workspace.left_by(user, layout.num_bytes):
             torch.cuda.synchronize(memory.device)
             views = layout.view(memory)
             words: list[int] = views["counters"].tolist()
             if words[plan.counter("error").word] == 1:
                 return verdict(plan, words, int(views["block_start"][-1]), tokens)
-    except RuntimeError:  # the context is lost, or synchronising is forbidden (torch.cuda.set_sync_debug_mode)
+    except (MokgenError, OSError, RuntimeError):  # the last: a lost context, or torch.cuda.set_sync_debug_mode
         return ""
     return ""
 

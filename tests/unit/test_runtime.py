@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import mokgen
-from mokgen.errors import ArtifactMismatchError, DeviceWaitError, RoutingError, UnsupportedError
+from mokgen.errors import ArtifactMismatchError, DeviceWaitError, PlanError, RoutingError, UnsupportedError
 from mokgen.lower.build import lower
 from mokgen.plan.schedule import make_plan
 from mokgen.plan.tasks import Problem, instantiate
-from mokgen.runtime import errors, op, postmortem
+from mokgen.runtime import errors, op, postmortem, workspace
 from mokgen.runtime.launch import FORWARD_ARGUMENTS, Launcher, id_words_of
 from mokgen.runtime.layer import Layer, compile_count
 from mokgen.runtime.workspace import Layout, RegionView
@@ -134,6 +134,86 @@ def test_counters_of_row_blocks_that_a_call_does_not_have_are_not_short(layer):
     assert list(postmortem.short_counters(layer.plan, words, 0, 5)) == []
     short = dict.fromkeys(name for name, _, _ in postmortem.short_counters(layer.plan, words, 2, 5))
     assert list(short)[:2] == ["hidden_ready[0]", "hidden_ready[1]"]
+
+
+@pytest.fixture
+def device(monkeypatch):
+    """A device made of CPU memory with one stream, whose number the test may set; holds no buffers before and after."""
+    state = {"stream": 0, "capturing": False}
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: state["capturing"])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: state["stream"], raising=False)
+    monkeypatch.setattr(workspace, "_fresh", lambda num_bytes, device: torch.zeros(num_bytes, dtype=torch.uint8))
+    monkeypatch.setattr(workspace, "_in_default_pool", lambda memory: True)
+    monkeypatch.setattr(workspace, "_pool", {})
+    return state
+
+
+def test_an_error_tells_the_cause_while_the_workspace_is_there(layer, device):
+    def failing_call():
+        layer.error_words.words[errors.WAIT_FLAG : errors.WAIT_FLAG + 8] = [1, 5, 3, 4, done.word, 0, 8, 0]
+        with pytest.raises(DeviceWaitError, match=r"slab_done(\[0\])? = 0, needed 8") as caught:
+            layer.check()
+        return str(caught.value)
+
+    done, stuck = layer.plan.counter("slab_done"), layer.plan.counter("hidden_ready")
+    assert "in the end" not in failing_call()  # nothing was called yet
+    views = layer.regions(workspace.take(layer.workspace_bytes, 0, layer.name, 100))
+    blocks = (1, 1, 0, 0, 0, 0, 0, 1)
+    views["counters"].copy_(torch.tensor(complete_counters(layer.plan, 100, blocks)))
+    views["block_start"].copy_(torch.tensor([0, 1, 2, 2, 2, 2, 2, 2, 3]))
+    assert "in the end" not in failing_call()  # the last call there did not fail
+    views["counters"][layer.plan.counter("error").word] = 1
+    assert "every counter was complete in the end" in failing_call()
+    views["counters"][stuck.word + 1] -= 1
+    assert "; short in the end: hidden_ready[1] = " in failing_call()
+    device["capturing"] = True
+    assert "in the end" not in failing_call()  # reading would break the capture
+    device["capturing"] = False
+    workspace.take(layer.workspace_bytes, 0, "another layer", 100)
+    assert "in the end" not in failing_call()
+
+
+def test_a_plan_of_another_mokgen_does_not_hide_the_error(layer, device):
+    def read_plan():
+        raise PlanError("not a plan")
+
+    workspace.take(layer.workspace_bytes, 0, layer.name, 100)
+    assert postmortem.cause(read_plan, layer.program.layout, layer.name) == ""
+
+
+def test_a_workspace_is_kept_by_stream_and_grows(device):
+    first = workspace.take(1024, 0, "a", 1)
+    assert workspace.take(1024, 0, "b", 2) is first
+    small = workspace.take(512, 0, "b", 3)
+    assert small.data_ptr() == first.data_ptr() and small.shape == (512,)
+    assert workspace.take(512, 0, "b", 3) is small
+    device["stream"] = 7
+    other = workspace.take(1024, 0, "a", 4)
+    assert other.data_ptr() != first.data_ptr()
+    assert [(view.data_ptr(), tokens) for view, tokens in workspace.left_by("a", 1024)] == [(other.data_ptr(), 4)]
+    assert dict(workspace.held_bytes()) == {(0, 0): 1024, (0, 7): 1024}
+    grown = workspace.take(4096, 0, "b", 5)
+    assert dict(workspace.held_bytes()) == {(0, 0): 1024, (0, 7): 4096} and workspace.left_by("a", 1024) == []
+    assert workspace.take(1024, 0, "b", 5).data_ptr() == grown.data_ptr()
+    workspace.clear()
+    assert not list(workspace.held_bytes())
+
+
+def test_a_capture_gets_memory_of_its_own(device):
+    held = workspace.take(1024, 0, "a", 1)
+    device["capturing"] = True
+    taken = [workspace.take(1024, 0, "a", 1) for _ in range(2)]
+    assert len({memory.data_ptr() for memory in (held, *taken)}) == 3
+    device["capturing"] = False
+    assert workspace.take(1024, 0, "a", 1) is held
+
+
+def test_memory_of_a_private_pool_is_not_kept(device, monkeypatch):
+    monkeypatch.setattr(workspace, "_in_default_pool", lambda memory: False)
+    assert workspace.take(1024, 0, "a", 1) is not workspace.take(1024, 0, "a", 1)
+    assert not list(workspace.held_bytes())
 
 
 def test_the_cause_stands_behind_the_record():
@@ -312,11 +392,15 @@ def test_whoever_looks_on_is_noticed():
     given = (torch.zeros(2), None)
     assert not op.nobody_looks_on((torch.zeros(2), torch.zeros(2).as_subclass(Subclass)))
     assert not op.nobody_looks_on((3, None))
-    modes = (FakeTensorMode(), Watch(), torch.device("cpu"), FlopCounterMode(display=False), torch.profiler.profile())
+    modes = (FakeTensorMode(), Watch(), FlopCounterMode(display=False), torch.profiler.profile())
     for context in modes:
         with context:
             assert not op.nobody_looks_on(given), context
         assert op.nobody_looks_on(given)
+    with torch.device("cpu"):
+        assert op.nobody_looks_on(given)
+        with Watch():
+            assert not op.nobody_looks_on(given)
     seen = []
 
     def note(x):
