@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from mokgen import settings
-from mokgen.errors import EXIT_FINDING, MokgenError
+from mokgen.errors import EXIT_FINDING, MokgenError, UsageError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -98,7 +98,7 @@ def report(error: MokgenError, as_json: bool) -> None:
 
 
 def command(function: Callable[..., int | None]) -> Callable[..., None]:
-    """Wrap a command: MokgenErrors become messages and exit codes; a returned number is the exit code."""
+    """Wrap a command: MokgenErrors and refused paths become messages and exit codes; a number is the exit code."""
 
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> None:
@@ -112,6 +112,12 @@ def command(function: Callable[..., int | None]) -> Callable[..., None]:
             raise typer.Exit(error.exit_code) from None
         except BrokenPipeError:
             raise typer.Exit(EXIT_FINDING) from None
+        except OSError as error:
+            if error.filename is None:
+                raise
+            refused = UsageError(error.strerror or str(error), str(error.filename), "a path that can be written")
+            report(refused, as_json)
+            raise typer.Exit(refused.exit_code) from None
         raise typer.Exit(code or 0)
 
     return wrapped

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mokgen.cache.manifest import MANIFEST_NAME, ManifestError, read_manifest
-from mokgen.errors import ArgumentError, ArtifactMismatchError, MokgenError
+from mokgen.errors import ArgumentError, ArtifactMismatchError, MokgenError, ToolchainError, UsageError
 from mokgen.lower.layer import ResolvedLayer
 from mokgen.runtime import host, postmortem, workspace
 from mokgen.runtime.arguments import Fit, check, check_optional, check_tokens, expected_arguments, prepare
@@ -291,18 +291,25 @@ class Layer(torch.nn.Module):
 
 
 def load_layer(
-    source: Any, *, arch: str | None = None, overrides: tuple[str, ...] = (), device: str | None = None
+    source: Any, *, arch: str | None = None, overrides: tuple[str, ...] = (), device: str | torch.device | None = None
 ) -> Layer:
     """Load a layer from an artifact directory, a spec (path or object) or a resolved layer.
 
     With a GPU its kernels come from the cache, or are built first where the compiler is. Without one, or with
     `device="cpu"`, the layer is planned, nothing is compiled, and calls run on the CPU executor.
     """
+    kind = None if device is None else torch.device(device).type
+    if kind not in (None, "cpu", "cuda"):
+        raise UsageError(f"no kernels for {kind} devices", "device", "cpu or cuda")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ToolchainError("torch finds no GPU", "device", "leave device out: calls then run on the CPU executor")
     if isinstance(source, str | Path) and (Path(source) / MANIFEST_NAME).is_file():
+        if overrides:
+            raise UsageError("an artifact is built and cannot be changed", "overrides", "load the spec instead")
         return load_artifact(source)
     from mokgen import driver
 
-    if torch.cuda.is_available() and device != "cpu":
+    if torch.cuda.is_available() and kind != "cpu":
         arch = arch or arch_of(torch.cuda.get_device_capability())
         return load_artifact(driver.obtain(source, arch=arch, overrides=overrides))
     planned = driver.plan_of(source, arch, overrides)

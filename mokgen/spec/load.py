@@ -172,6 +172,8 @@ def _mark(error: MarkedYAMLError, name: str) -> str:
 
 def _plain(node: Any, at: KeyPath, name: str, positions: dict[KeyPath, str]) -> Any:
     """Plain Python data of a YAML node; notes the place of every key and item below it."""
+    if isinstance(node, TaggedScalar) or isinstance(node, CommentedMap | CommentedSeq) and node.tag.value:
+        raise SpecError(f"the YAML tag {node.tag.value} is not known", positions.get(at, name), "plain values only")
     if isinstance(node, CommentedMap):
         result: dict[str, Any] = {}
         for key, value in node.items():
@@ -186,8 +188,6 @@ def _plain(node: Any, at: KeyPath, name: str, positions: dict[KeyPath, str]) -> 
             line, column = node.lc.item(index)
             positions[(*at, index)] = f"{name}:{line + 1}:{column + 1}"
         return [_plain(item, (*at, index), name, positions) for index, item in enumerate(node)]
-    if isinstance(node, TaggedScalar):
-        raise SpecError(f"the YAML tag {node.tag} is not known", positions.get(at, name), "plain values only")
     if isinstance(node, ScalarBoolean):
         return bool(node)
     for plain in (bool, int, float, str):  # ruamel keeps the writing of a number or text in a subclass
@@ -202,7 +202,7 @@ def _place(node: CommentedMap, key: Any, name: str) -> str:
     """file:line:column of a key; empty for a key that a YAML merge brought in."""
     try:
         line, column = node.lc.key(key)
-    except (KeyError, AttributeError):
+    except (KeyError, AttributeError, TypeError):  # TypeError: a map of merged keys only has no places at all
         return ""
     return f"{name}:{line + 1}:{column + 1}"
 
@@ -214,6 +214,8 @@ def _parse_override(text: str) -> _Tree:
     parts = [part.strip() for part in keys.split(".")]
     if not equals or not all(parts):
         raise SpecError("not of the form field=value", place, "as --set router.top_k=4")
+    if parts[0] == "extends":
+        raise SpecError("extends: stands in a file only", place, "a file with extends: and the lines that change")
     tree = _Tree()
     path = tuple(parts)
     leaf = _plain(_parse(value, place), path, place, tree.positions)

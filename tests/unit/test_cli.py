@@ -160,6 +160,17 @@ def test_plan_prints_sections_mermaid_and_svg(tmp_path):
     assert {"schedule", "fc1", "fc2", "reduce", "input", "output", "hidden"} <= names
 
 
+@pytest.mark.parametrize(
+    "arguments", [("plan", "tiny", "--svg", "{}/graph.svg"), ("build", "tiny", "--emit-only", "--out", "{}/text")]
+)
+def test_a_path_that_cannot_be_written_is_a_usage_fault(tmp_path, arguments):
+    blocker = tmp_path / "file"
+    blocker.write_text("")
+    result = invoke(*(argument.format(blocker) for argument in arguments))
+    assert result.exit_code == 2
+    assert str(blocker) in result.stderr
+
+
 def test_plan_as_json_reads_back_as_the_plan():
     from mokgen.plan.model import LayerPlan
 

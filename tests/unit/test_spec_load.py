@@ -70,6 +70,8 @@ def test_loads_the_base(write):
         ("hidden_size: 256", "hidden_size: 256\nhidden_size: 8", "2:1", "duplicate key", "keep one"),
         ("hidden_size: 256", "hidden_size: [256", "2:8", "not YAML", ""),
         ("hidden_size: 256", "hidden_size: !int8 256", "1:1", "tag", "plain values"),
+        ("hidden_size: 256", "hidden_size: 256\npasses: !run [forward]", "2:1", "the YAML tag !run", "plain values"),
+        ("experts: {num", "experts: !run {num", "2:1", "the YAML tag !run", "plain values"),
         ("hidden_size: 256", "8: 256", "1:1", "the key 8 is not a word", "field names"),
     ],
 )
@@ -215,6 +217,18 @@ def test_anchors_and_merge_keys_work(write):
         )
     )
     assert spec.shared.intermediate_size == 256
+
+
+def test_a_map_of_merged_keys_alone(write):
+    base = "hidden_size: 256\nexperts: &e {num: 8, intermediate_size: 64}\nrouter: {input: ids, top_k: 2}\n"
+    assert load_spec(write(base + "shared: {<<: *e}\n")).shared.num == 8
+    (only,) = fault(write(base + "topology: {<<: {ep_sise: 1}}\n"))
+    assert "unknown key (did you mean ep_size?)" in only.what
+
+
+def test_extends_is_no_override(write):
+    (only,) = fault(write(BASE), "extends=dsv3.yaml")
+    assert "stands in a file only" in only.what
 
 
 def test_bare_names_are_shipped_specs(monkeypatch, tmp_path):
