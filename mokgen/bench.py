@@ -10,7 +10,7 @@ Letters: T tokens, E experts, K top-k, H hidden, I intermediate, n routed rows.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
@@ -291,13 +291,3 @@ def host_us(work: Callable[[], Any], calls: int = 100) -> float:
     elapsed = time.perf_counter() - start
     torch.cuda.synchronize()
     return elapsed / calls * 1e6
-
-
-def rich_rows(results: Sequence[BenchResult]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """One table for several layers: their rows under a first column that names layer and tokens."""
-    header: tuple[str, ...] = ()
-    lines: list[tuple[str, ...]] = []
-    for result in results:
-        header, rows = result.table()
-        lines += [(f"{result.stem} T={result.tokens}", *row) for row in rows]
-    return ("layer", *header), lines

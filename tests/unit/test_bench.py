@@ -19,7 +19,6 @@ from mokgen.bench import (
     dense_bound,
     flops_of,
     grouped_mm_layer,
-    rich_rows,
 )
 from mokgen.reference.compare import errors
 from mokgen.reference.inputs import make_inputs, make_parameters
@@ -72,8 +71,6 @@ def test_a_result_is_json_and_a_table():
     header, lines = found.table()
     assert all(len(line) == len(header) for line in lines)
     assert lines[2][5] == "2.00x"
-    header, lines = rich_rows([found, found])
-    assert len(lines) == 6 and lines[0][0] == "tiny T=64" and all(len(line) == len(header) for line in lines)
 
 
 @pytest.mark.gpu
