@@ -272,13 +272,3 @@ def cache_path() -> Path:
 def list_entries() -> list[Entry]:
     """Every usable entry of the default cache."""
     return Store().list_entries()
-
-
-def lookup_build(build_key: str) -> Entry | None:
-    """Entry of the default cache for one build."""
-    return Store().lookup_build(build_key)
-
-
-def lookup_layer(layer_key: str) -> Entry | None:
-    """Entry of the default cache that serves a load of one layer."""
-    return Store().lookup_layer(layer_key)

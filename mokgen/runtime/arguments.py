@@ -213,6 +213,10 @@ def prepare(
     else:
         routing = check_small(expected.ids, routing, tokens, device)
         weights = check_small(expected.weights, weights, tokens, device)
+        for want, tensor in ((expected.selection_bias, selection_bias), (expected.logit_bias, logit_bias)):
+            if want is not None and tensor is not None:
+                what = "given beside ids and weights, which skip the router"
+                raise ArgumentError(what, where=want.name, hint=f"leave {want.name} out, or pass logits")
     selection, logit = (expected.selection_bias, expected.logit_bias) if own_routing else (None, None)
     selection_bias = check_optional(selection, "selection_bias", selection_bias, tokens, device)
     logit_bias = check_optional(logit, "logit_bias", logit_bias, tokens, device)

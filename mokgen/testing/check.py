@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from mokgen.errors import ArgumentError
 from mokgen.facts.tolerance import BUDGETS, ROUTER_WEIGHT_ABS
 from mokgen.reference import oracle as reference
 from mokgen.reference.compare import BufferCheck, Verdict, first_bad_buffer, judge
@@ -81,8 +82,9 @@ def check_layer(
     layer = subject.resolved
     if patterns is None:
         patterns = [*PATTERNS, *([ROUTER] if layer.router.input == "logits" else [])]
-    wanted = {min(count, layer.max_tokens) for count in (*TOKENS, layer.max_tokens)}
-    counts = sorted(wanted if tokens is None else {min(count, layer.max_tokens) for count in tokens})
+    asked = (*TOKENS, layer.max_tokens) if tokens is None else tuple(tokens)
+    _require_cases(layer.router.input, patterns, asked)
+    counts = sorted({min(count, layer.max_tokens) for count in asked})
     report = Report(subject.note)
     show(subject.note)
     compiled = compile_count()
@@ -94,6 +96,17 @@ def check_layer(
     if compile_count() != compiled:
         raise CheckFailed(f"{compile_count() - compiled} more artifacts loaded while numbers of tokens varied")
     return report
+
+
+def _require_cases(routing: str, patterns: Sequence[str], tokens: Sequence[int]) -> None:
+    """At least one case, each of a known pattern and a possible number of tokens: checking nothing is no pass."""
+    known = [*PATTERNS, *([ROUTER] if routing == "logits" else [])]
+    for pattern in patterns:
+        if pattern not in known:
+            raise ArgumentError(f"no pattern is called {pattern!r}", "patterns", f"of {', '.join(known)}")
+    if not patterns or not tokens or min(tokens) < 0:
+        what = f"{len(patterns)} patterns with tokens {list(tokens)}"
+        raise ArgumentError(what, "tokens", "one case or more, T >= 0")
 
 
 @contextmanager

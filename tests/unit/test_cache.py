@@ -392,4 +392,3 @@ def test_the_default_cache_follows_the_environment(tmp_path: Path) -> None:
         assert store.cache_path() == tmp_path / "elsewhere"
         publish(Store())
         assert [entry.manifest.build_key for entry in store.list_entries()] == [BUILD]
-        assert store.lookup_build(BUILD) is not None and store.lookup_layer(LAYER) is not None

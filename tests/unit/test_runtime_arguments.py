@@ -122,6 +122,17 @@ def test_router_tensors_of_a_layer_that_takes_ids(layer, given, name):
     assert "no such argument" in refused(layer, given, name, torch.zeros(8))
 
 
+def test_a_selection_bias_beside_ids_is_refused_for_what_it_is():
+    """The layer has such an argument, so the message must not say that it has none."""
+    routed = cpu_layer(
+        max_tokens=128, router={"input": "logits", "top_k": 2, "score": "sigmoid", "selection_bias": True}
+    )
+    mine = arguments(cpu_layer(max_tokens=128).layer)
+    with pytest.raises(ArgumentError, match="beside ids and weights, which skip the router") as caught:
+        routed(**mine, selection_bias=torch.zeros(8))
+    assert caught.value.where == "selection_bias"
+
+
 def test_too_many_tokens(layer):
     text = refused(layer, arguments(layer.layer, 129), "x", torch.zeros(129, 256, dtype=torch.bfloat16))
     assert "129 tokens" in text and "at most 128" in text

@@ -10,7 +10,7 @@ import torch
 from layers import cpu_layer, spec
 
 from mokgen.codegen.templates import render
-from mokgen.errors import ToolchainError
+from mokgen.errors import ArgumentError, ToolchainError
 from mokgen.lower.resolve import resolve
 from mokgen.reference import oracle as reference
 from mokgen.reference.inputs import PATTERNS
@@ -67,6 +67,21 @@ def test_the_sound_layer_passes(subject):
     report = check_layer(subject, ["balanced", "masked"], [0, 1, 129], show=quiet)
     assert len(report.cases) == 6
     assert "a layer under test" in str(report) and "baseline" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "tokens", "message"),
+    [
+        (["balancd"], [1], "no pattern is called 'balancd'"),
+        (["router"], [1], "no pattern is called 'router'"),
+        ([], [1], "0 patterns"),
+        (["balanced"], [], r"tokens \[\]"),
+        (["balanced"], [7, -1], r"tokens \[7, -1\]"),
+    ],
+)
+def test_a_check_of_nothing_is_refused(subject, patterns, tokens, message):
+    with pytest.raises(ArgumentError, match=message):
+        check_layer(subject, patterns, tokens, show=quiet)
 
 
 def test_a_check_runs_on_one_thread_and_gives_the_others_back(monkeypatch, subject):
