@@ -34,6 +34,7 @@ every refusal names the place, the rule and the nearest legal values.
 ## Rules between fields
 
 - `hidden_size`, `experts.intermediate_size` and `shared.intermediate_size` are multiples of 8 (16 bytes of bf16).
+- These, and the merged width `shared.num * shared.intermediate_size`, are at most 1048576; `experts.num` at most 4096.
 - `1 <= router.top_k <= experts.num`.
 - `router.groups` divides `experts.num`; `top_groups` is at most `groups`; the kept groups hold at least `top_k`
   experts; `group_score: top2_sum` needs two experts in a group.

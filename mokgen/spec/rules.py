@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from mokgen.spec.moe import MoeSpec, RouterLogits
 
 MAX_EXPERTS = 4096
-MAX_SIZE = 1 << 20  # hidden and intermediate size
+MAX_SIZE = 1 << 20  # hidden and intermediate size, that of the merged shared experts too
 MAX_ROWS = (1 << 31) - 1  # routes and pool rows are counted in int32
 POOL_SEGMENT_ROWS = 128  # an expert's rows are padded to a multiple of this
 
@@ -45,6 +45,10 @@ def _sizes(spec: MoeSpec) -> Iterator[Fault]:
             )
         if value > MAX_SIZE:
             yield Fault(field, f"{value} is above {MAX_SIZE}", f"at most {MAX_SIZE}")
+    width = spec.shared.intermediate_size or spec.experts.intermediate_size
+    if spec.shared.num > 1 and width <= MAX_SIZE < spec.shared.num * width:
+        what = f"{spec.shared.num} experts of {width} merge into a width of {spec.shared.num * width}, above {MAX_SIZE}"
+        yield Fault("shared.num", what, f"0 to {MAX_SIZE // width}")
     if spec.experts.num > MAX_EXPERTS:
         yield Fault("experts.num", f"{spec.experts.num} is above {MAX_EXPERTS}", f"1 to {MAX_EXPERTS}")
 

@@ -226,6 +226,13 @@ def test_a_map_of_merged_keys_alone(write):
     assert "unknown key (did you mean ep_size?)" in only.what
 
 
+def test_the_merged_width_of_shared_experts_has_a_limit(write):
+    assert load_spec(write(BASE), ["shared.num=4096"]).shared.num == 4096
+    (only,) = fault(write(BASE), "shared.num=4097")
+    assert "4097 experts of 256 merge into a width of 1048832" in only.what
+    assert (only.where, only.hint) == ("--set shared.num=4097", "0 to 4096")
+
+
 def test_extends_is_no_override(write):
     (only,) = fault(write(BASE), "extends=dsv3.yaml")
     assert "stands in a file only" in only.what
