@@ -26,4 +26,5 @@ class OneOf:
 
 
 PositiveInt = Annotated[int, Field(ge=1)]
-FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+MAX_FP32 = 3.4028234663852886e38  # the kernels compute in fp32
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False, ge=-MAX_FP32, le=MAX_FP32)]

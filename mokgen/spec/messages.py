@@ -26,7 +26,7 @@ _SCALARS = {
     "model_attributes_type": "a map of keys",
     "finite_number": "a finite number",
 }
-_BOUNDS = {"greater_than_equal": ("ge", ">="), "greater_than": ("gt", ">")}
+_BOUNDS = {"greater_than_equal": ("ge", ">="), "greater_than": ("gt", ">"), "less_than_equal": ("le", "<=")}
 
 
 def dotted(path: Path) -> str:

@@ -60,6 +60,7 @@ def test_loads_the_base(write):
         ("  input: logits\n", "", "3:1", "router.input: missing", "input: ids or input: logits"),
         ("top_k: 2", "top_k: 2\n  scale: .nan", "6:3", "is not a finite number", "give a finite number"),
         ("num: 8", "num: 8, clamp: -1.0", "2:19", "-1.0 is out of range", "> 0"),
+        ("num: 8", "num: 8, alpha: 1.0e+39", "2:19", "1e+39 is out of range", "<= 3.40282e+38"),
         ("num: 8", "num: 8, activation: gelu", "2:19", 'the text "gelu" is not allowed', "one of swiglu, swigluoai"),
         ("experts: {num: 8, intermediate_size: 256}", "experts: 8", "2:1", "8 is not a map of keys", "a map"),
         ("hidden_size: 256", "hidden_size: 256\nplan: {stages: true}", "2:8", "not a whole number or text", "give"),
